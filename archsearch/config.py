@@ -1,0 +1,263 @@
+"""The config of a run: pydantic models that forbid unknown keys and say what each value may be.
+
+Reading YAML with line numbers, `--set` and the one-line errors lives in configfile.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA = 1
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0)]
+
+Metric = Literal[
+    "kl",
+    "top1_agreement",
+    "niah_single_nll",
+    "niah_single_match",
+    "niah_multi_nll",
+    "niah_multi_match",
+    "fa_share",
+    "cache_bytes",
+]
+SeedMethod = Literal[
+    "all_full",
+    "all_gdn",
+    "causal",
+    "causal_per_layer",
+    "replacement_kl",
+    "blend",
+    "even_layers",
+    "random",
+]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are not coerced between kinds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TeacherConfig(Section):
+    """The pretrained full-attention model that is searched over."""
+
+    source: str
+    """Hub id, folder, .gguf file, or `package:NAME/PATH` inside an installed Python package."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    trust_remote_code: bool = False
+    random_weights: bool = False
+    """Take the architecture only and draw the weights at random: for dry runs of the machinery."""
+
+
+class TextConfig(Section):
+    """Where token sequences come from."""
+
+    source: Literal["teacher", "file", "datasets"] = "teacher"
+    """Drawn from the teacher at temperature 1; a file; or a name for the `datasets` package."""
+    path: str | None = None
+    """file: .txt, .jsonl or .parquet (column `text`), or .npy of token ids [sequences, tokens]; `package:` works."""
+    name: str | None = None
+    """datasets: `NAME` or `NAME:CONFIG`."""
+    split: str = "train"
+    column: str = "text"
+    temperature: Rate = 1.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> TextConfig:
+        if self.source == "file" and not self.path:
+            raise ValueError("source: file needs path")
+        if self.source == "datasets" and not self.name:
+            raise ValueError("source: datasets needs name")
+        return self
+
+
+class DataConfig(Section):
+    """Token sequences for alignment, distillation and held-out divergence."""
+
+    sequence_length: Positive = 1024
+    train: TextConfig = TextConfig()
+    heldout: TextConfig = TextConfig()
+    heldout_sequences: Positive = 8
+    niah_share: Share = 0.25
+    """Share of the training sequences that are retrieval prompts instead of text."""
+
+
+class ProbeConfig(Section):
+    """Needle-in-a-haystack prompts, for scores, trial metrics and training sequences."""
+
+    contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1024,)
+    """Prompt lengths in tokens."""
+    multi_keys: Annotated[int, Field(ge=2)] = 4
+    """Needles in a multi-key prompt; a single-key prompt has one."""
+    digits: Annotated[int, Field(ge=1, le=12)] = 7
+    """Length of the number that is the needle's value."""
+    prompts: Positive = 8
+    """Evaluation prompts for each of single and multi-key, at each context."""
+
+
+class ScoringConfig(Section):
+    """Head scores that seed and guide the search."""
+
+    pairs: Positive = 8
+    """Clean and corrupt pairs for each of single and multi-key."""
+    context: Positive = 1024
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Weight of answer token j is decay**j."""
+    threshold: Annotated[float, Field(ge=0)] = 0.01
+    """Effect above which a sub-probe counts towards a head's consistency."""
+    replacement_sequences: Positive = 1
+    """Held-out sequences on which each head alone is replaced by its twin."""
+    replacement_length: Positive = 512
+    """Tokens of each such sequence."""
+
+
+class GdnConfig(Section):
+    """Options of the Gated DeltaNet twin."""
+
+    rope: bool = True
+    norm: bool = True
+    """RMSNorm of each head's output before gamma."""
+    gate: bool = True
+    """Output gate 2 * sigmoid(W_g x), which starts as the identity."""
+    bias: bool = True
+    """A constant vector a head, added after gamma."""
+    conv: bool = False
+    """Causal depthwise convolution (width 4) on q, k and v, started as the identity."""
+
+
+class SupernetConfig(Section):
+    """The bank of trained twins that candidates are cut from."""
+
+    source: str = "train"
+    """`train`, or a supernet file (.safetensors; `package:` works)."""
+    tokens: Positive = 4_000_000
+    batch_tokens: Positive = 16_384
+    learning_rate: Rate = 1e-3
+    warmup_steps: NonNegative = 50
+    checkpoint_minutes: Rate = 2.0
+    rank: NonNegative = 0
+    """Rank of the stored deltas from the teacher's weights; 0 keeps them whole."""
+    gdn: GdnConfig = GdnConfig()
+
+
+class ObjectiveConfig(Section):
+    """One objective of the search."""
+
+    metric: Metric
+    direction: Literal["minimize", "maximize"]
+
+
+class ConstraintConfig(Section):
+    """A hard bound on one metric."""
+
+    metric: Metric
+    min: float | None = None
+    max: float | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> ConstraintConfig:
+        if self.min is None and self.max is None:
+            raise ValueError("a constraint needs min, max or both")
+        return self
+
+
+class SeedConfig(Section):
+    """Baselines evaluated before the sampler proposes anything; each is tagged with its method."""
+
+    methods: tuple[SeedMethod, ...] = (
+        "all_full",
+        "all_gdn",
+        "causal",
+        "causal_per_layer",
+        "replacement_kl",
+        "even_layers",
+        "random",
+    )
+    fa_shares: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.25, 0.125)
+
+
+class SearchConfig(Section):
+    """What is searched, by what, and for how long."""
+
+    operators: tuple[Literal["F", "G"], ...] = ("F", "G")
+    trials: Positive = 64
+    """Head maps evaluated, seeds included."""
+    sampler: Literal["tpe", "nsga2", "random"] = "tpe"
+    objectives: Annotated[tuple[ObjectiveConfig, ...], Field(min_length=1, max_length=3)] = (
+        ObjectiveConfig(metric="kl", direction="minimize"),
+        ObjectiveConfig(metric="cache_bytes", direction="minimize"),
+    )
+    constraints: tuple[ConstraintConfig, ...] = ()
+    proxy_tokens: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=3)] = (0,)
+    """Distillation tokens before evaluation: the first for every candidate, each later one for the
+    fronts of the one before (the front, the seeds' and the random control's)."""
+    seeds: SeedConfig = SeedConfig()
+    random_control: bool = True
+    """Also evaluate as many random head maps, to print what the search gains over them."""
+    storage: str | None = None
+    """Optuna storage URL; SQLite in the run directory where it is not given."""
+    max_retries: NonNegative = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SearchConfig:
+        if len(set(self.operators)) < 2:
+            raise ValueError("operators needs at least two different operators")
+        if list(self.proxy_tokens) != sorted(set(self.proxy_tokens)):
+            raise ValueError("proxy_tokens must ascend without repeats")
+        metrics = [objective.metric for objective in self.objectives]
+        if len(set(metrics)) != len(metrics):
+            raise ValueError("objectives name a metric twice")
+        return self
+
+
+class CostConfig(Section):
+    """Where the analytic costs are read off."""
+
+    context: Positive = 32_768
+    """Tokens of context at which cache_bytes is counted."""
+    element_bytes: Literal[1, 2, 4] = 2
+
+
+class DistillConfig(Section):
+    """The short distillation of a proxy with tokens."""
+
+    learning_rate: Rate = 3e-4
+    batch_tokens: Positive = 4_096
+    warmup_steps: NonNegative = 2
+    trainable: Literal["attention", "all"] = "attention"
+
+
+class ExecutionConfig(Section):
+    """How trials run in parallel."""
+
+    executor: Literal["ray", "serial"] = "ray"
+    workers: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    threads_per_worker: NonNegative = 0
+    """Torch threads a worker; 0 shares the cores evenly."""
+
+
+class RunConfig(Section):
+    """A whole config file."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    seed: NonNegative = 0
+    teacher: TeacherConfig
+    data: DataConfig = DataConfig()
+    probes: ProbeConfig = ProbeConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    supernet: SupernetConfig = SupernetConfig()
+    search: SearchConfig = SearchConfig()
+    cost: CostConfig = CostConfig()
+    distill: DistillConfig = DistillConfig()
+    execution: ExecutionConfig = ExecutionConfig()

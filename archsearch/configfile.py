@@ -1,0 +1,323 @@
+"""Reads a config file: strict YAML, `--set` overrides, and every fault as one line that names file, line and field.
+
+The YAML that is read is the 1.2 core schema: `1e-4` is a float, `off` a string, and duplicate keys are
+errors. Validation is pydantic's strict mode, so no value changes its kind on the way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from .config import SCHEMA, RunConfig
+from .errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """Composes YAML 1.2 core scalars; PyYAML's own rules are those of YAML 1.1."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _CoreLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
+    )
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": lambda text: (
+        int(text, 0) if text[:2] in ("0x", "0o") else int(text.replace("_", ""), 10)
+    ),
+    "float": lambda text: float(
+        text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower()
+    ),
+    "str": str,
+}
+
+
+class _Reader:
+    """Turns composed YAML nodes into plain data and remembers where each value was written."""
+
+    def __init__(self, source: str, origins: dict[KeyPath, str], *, numbered: bool = True) -> None:
+        self.source = source
+        self.origins = origins
+        self.numbered = numbered
+        self._open: set[int] = set()
+
+    def parse(self, text: str, path: KeyPath = ()) -> Any:
+        """Plain data of the one document in text. Raises ConfigError on anything but core YAML."""
+        loader = _CoreLoader(text)
+        try:
+            node = loader.get_single_node()
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line if error.problem_mark else 0
+            raise ConfigError(f"{self._at(line)}: not YAML: {error.problem}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{self._at(0)}: not YAML: {error}") from error
+        finally:
+            loader.dispose()
+        return None if node is None else self._build(node, path)
+
+    def _at(self, line: int) -> str:
+        return f"{self.source}:{line + 1}" if self.numbered else self.source
+
+    def _build(self, node: yaml.Node, path: KeyPath) -> Any:
+        where = self._at(node.start_mark.line)
+        self.origins.setdefault(path, where)
+        if id(node) in self._open:
+            raise ConfigError(f"{where}: {dotted(path)}: the anchor contains itself")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self._build(item, (*path, i)) for i, item in enumerate(node.value)]
+            return self._scalar(node, path, where)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            where = self._at(key_node.start_mark.line)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{where}: {dotted(path)}: a key must be a plain word")
+            key = str(key_node.value)
+            if key in data:
+                first = self.origins[(*path, key)].rpartition(":")[2]
+                raise ConfigError(
+                    f"{where}: {dotted((*path, key))}: duplicate key, first on line {first}"
+                )
+            self.origins[(*path, key)] = where
+            data[key] = self._build(value_node, (*path, key))
+        return data
+
+    def _scalar(self, node: yaml.Node, path: KeyPath, where: str) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind not in _SCALARS or not node.tag.startswith("tag:yaml.org,2002:"):
+            raise ConfigError(
+                f"{where}: {dotted(path)}: tag {node.tag} is not allowed; only plain values are"
+            )
+        try:
+            value = _SCALARS[kind](node.value)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {dotted(path)}: {node.value!r} is no {kind}") from error
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: {dotted(path)}: {node.value} is not allowed; be finite")
+        return value
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads, overrides and validates a config file.
+
+    overrides are `a.b=value` strings, value in YAML; a number in the path indexes a list.
+    Raises ConfigError with one line, `file:line: field: problem; allowed ...`.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read the config: {reason}") from error
+    origins: dict[KeyPath, str] = {}
+    data = _Reader(str(path), origins).parse(text)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}:1: a config is a mapping of sections, this is {_kind(data)}")
+    for override in overrides:
+        _apply(data, override, origins)
+    _check_schema(data, origins, str(path))
+    return _validate(data, origins, str(path))
+
+
+def _check_schema(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: str) -> None:
+    """Refuses configs of another version before anything else in them is judged."""
+    if "schema" not in data:
+        raise ConfigError(f"{source}:1: schema: missing; write `schema: {SCHEMA}`")
+    if data["schema"] != SCHEMA or isinstance(data["schema"], bool):
+        raise ConfigError(
+            f"{origins[('schema',)]}: schema: {data['schema']!r} is another version of the config "
+            f"format; this archsearch reads {SCHEMA}"
+        )
+
+
+def _validate(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: str) -> RunConfig:
+    try:
+        # Through JSON, where strict mode still takes an array for a tuple.
+        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        # A list counts as too short once its entries are wrong: name the entry, not the list.
+        locs = [tuple(d["loc"]) for d in details]
+        details = [
+            d
+            for d, loc in zip(details, locs, strict=True)
+            if not (d["type"] == "too_short" and any(_inside(other, loc) for other in locs))
+        ]
+        located = [(_origin(tuple(d["loc"]), origins, source), d) for d in details]
+        where, detail = min(located, key=lambda pair: _line(pair[0]))
+        rest = len(details) - 1
+        more = f" (and {rest} more problem{'s' if rest > 1 else ''})" if rest else ""
+        field = dotted(tuple(detail["loc"]))
+        raise ConfigError(f"{where}: {field}: {_problem(detail)}{more}") from error
+
+
+def _inside(path: KeyPath, section: KeyPath) -> bool:
+    return len(path) > len(section) and path[: len(section)] == section
+
+
+def _line(where: str) -> int:
+    number = where.rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _origin(loc: KeyPath, origins: Mapping[KeyPath, str], source: str) -> str:
+    """Where the value at loc, or else the nearest section around it, was written."""
+    for length in range(len(loc), 0, -1):
+        if loc[:length] in origins:
+            return origins[loc[:length]]
+    return f"{source}:1"
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """One clause on what is wrong and what would be right."""
+    kind, value = detail["type"], detail["input"]
+    context = detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key; {_suggestion(tuple(detail['loc']))}"
+    if kind == "missing":
+        return "missing; it has no default"
+    if kind == "literal_error":
+        return f"{value!r} is not allowed; allowed: {context['expected']}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind.endswith("_type"):
+        wanted = {
+            "int_type": "a whole number",
+            "float_type": "a number",
+            "bool_type": "true or false",
+            "string_type": "a text",
+            "model_type": "a mapping of keys",
+            "tuple_type": "a list",
+        }.get(kind, detail["msg"])
+        if kind == "int_type" and isinstance(value, float) and value.is_integer():
+            wanted += f", write {int(value)}"
+        return f"{_kind(value)} {value!r} is the wrong type; allowed: {wanted}"
+    return f"{value!r} is not allowed; allowed: {_bound(kind, context) or detail['msg']}"
+
+
+def _bound(kind: str, context: Mapping[str, Any]) -> str:
+    """What a pydantic bound allows, or "" where the kind of error is no bound."""
+    bounds = {
+        "greater_than_equal": "{ge} or more",
+        "greater_than": "more than {gt}",
+        "less_than_equal": "{le} or less",
+        "less_than": "less than {lt}",
+        "too_short": "at least {min_length} of them",
+        "too_long": "at most {max_length} of them",
+        "string_pattern_mismatch": "a text like {pattern}",
+    }
+    return bounds.get(kind, "").format(**context)
+
+
+def _kind(value: object) -> str:
+    names = {dict: "mapping", list: "list", str: "text", bool: "boolean", type(None): "empty value"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _suggestion(path: KeyPath) -> str:
+    """Names the right key nearest to the unknown one, in its section or anywhere."""
+    section, key = _fields(path[:-1]), str(path[-1])
+    near = difflib.get_close_matches(key, section, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {dotted((*path[:-1], near[0]))}?"
+    elsewhere = [known for known in _all_paths(RunConfig) if known[-1] == key]
+    if elsewhere:
+        return f"did you mean {dotted(elsewhere[0])}?"
+    if not section:
+        return f"{dotted(path[:-1])} takes a value and has no keys"
+    return f"allowed: {', '.join(sorted(section))}"
+
+
+def _fields(path: KeyPath) -> dict[str, Any]:
+    """Key -> annotation of the section at path; empty where path leads to no section."""
+    model: Any = RunConfig
+    for step in path:
+        if isinstance(step, int):
+            continue
+        model = _section(_keys(model).get(step)) if model else None
+    return _keys(model) if model else {}
+
+
+def _keys(model: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section class in an annotation, looking into tuples and unions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section(argument) for argument in get_args(annotation))
+    return next((model for model in found if model), None)
+
+
+def _all_paths(model: type[BaseModel], prefix: KeyPath = ()) -> list[KeyPath]:
+    paths: list[KeyPath] = []
+    for key, annotation in _keys(model).items():
+        paths.append((*prefix, key))
+        section = _section(annotation)
+        if section:
+            paths += _all_paths(section, (*prefix, key))
+    return paths
+
+
+def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str]) -> None:
+    """Puts one `a.b=value` into data. Raises ConfigError where the path does not exist."""
+    name, equals, text = override.partition("=")
+    where = f"--set {override}"
+    if not equals or not name.strip():
+        raise ConfigError(f"{where}: write it as path.to.key=value")
+    steps = tuple(int(s) if s.isdigit() else s for s in name.strip().split("."))
+    target: Any = data
+    for depth, step in enumerate(steps):
+        path = steps[: depth + 1]
+        if isinstance(target, list):
+            if not isinstance(step, int) or step >= len(target):
+                raise ConfigError(f"{where}: {dotted(path)}: the list has {len(target)} entries")
+        elif not isinstance(target, dict) or step not in _fields(path[:-1]):
+            raise ConfigError(f"{where}: {dotted(path)}: unknown key; {_suggestion(path)}")
+        if depth < len(steps) - 1:
+            if isinstance(target, dict) and target.get(str(step)) is None:
+                target[str(step)] = {}
+            target = target[step]
+    for known in [path for path in origins if path[: len(steps)] == steps]:
+        del origins[known]
+    target[steps[-1]] = _Reader(where, origins, numbered=False).parse(text, steps)
+    origins[steps] = where
+
+
+def dotted(path: KeyPath) -> str:
+    """A key path as people write it: search.objectives[0].metric."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".") or "config"

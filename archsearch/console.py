@@ -1,0 +1,89 @@
+"""What a run prints: one line a stage, a bar while it works on a terminal, sparse plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_SECONDS = 20.0
+"""Time between the progress lines of one stage where there is no terminal."""
+
+
+class StageProgress:
+    """One running stage. It is a progress callback: call it with (done, total) as work goes on."""
+
+    def __init__(self, name: str, console: Console, *, bar: Progress | None) -> None:
+        self.name = name
+        self.summary = ""
+        """What the stage's closing line says; set by whoever runs the stage."""
+        self.seconds = 0.0
+        self._console = console
+        self._bar = bar
+        self._task = bar.add_task(name, total=None) if bar is not None else None
+        self._start = self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Shows that `done` of `total` units are finished."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total)
+            return
+        now = time.monotonic()
+        if now - self._said >= PLAIN_SECONDS:
+            self._said = now
+            self.line(f"  {self.name}: {done:,} of {total:,} ({done / max(total, 1):.0%})")
+
+    def line(self, text: str) -> None:
+        """Prints a line of its own, above the bar where there is one."""
+        _print(self._console, text)
+
+    def close(self) -> None:
+        """Fixes the stage's seconds."""
+        self.seconds = time.monotonic() - self._start
+
+
+class Printer:
+    """Prints the lines of a run to a console."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(soft_wrap=True, highlight=False)
+
+    def line(self, text: str = "") -> None:
+        """Prints one line as it is."""
+        _print(self.console, text)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageProgress]:
+        """Runs a stage; its closing line holds name, summary and seconds, also where it stops early."""
+        bar = _bar(self.console) if self.console.is_terminal else None
+        if bar is not None:
+            bar.start()
+        progress = StageProgress(name, self.console, bar=bar)
+        finished = False
+        try:
+            yield progress
+            finished = True
+        finally:
+            progress.close()
+            if bar is not None:
+                bar.stop()
+            summary = progress.summary if finished else "stopped"
+            self.line(f"{name:<9} {summary:<64} {progress.seconds:7.1f} s")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=32),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )

@@ -1,0 +1,173 @@
+"""The text of needle-in-a-haystack prompts: filler, hidden needles, questions; and its tokens.
+
+What a probe or a training row makes of such a prompt lies in niah.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ConfigError
+from .lexicon import SHORT_SENTENCES, filler_vocabulary, haystack_sentences, pieces
+
+_KEYS = """
+    badger beaver bison camel cheetah cobra coyote crane donkey eagle elephant falcon ferret finch
+    flamingo gazelle gecko giraffe goose gorilla hamster hare hedgehog heron hippo hornet hyena ibis
+    iguana jackal jaguar kangaroo koala lemur leopard lizard llama lobster lynx magpie marmot moose
+    moth octopus orca ostrich otter owl panda panther parrot pelican penguin pigeon puffin puma
+    python rabbit raccoon raven salmon scorpion seal shark sloth sparrow spider squid stork swan
+    tiger toad trout turtle walrus weasel whale wolf wombat zebra
+"""
+KEYS: tuple[str, ...] = tuple(_KEYS.split())
+"""What needles are about: words that occur nowhere in the filler."""
+
+_DRAWS = 50
+_SENTENCE_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Script:
+    """The words of one prompt but for its filler: each key's value, and the keys asked, the last one open."""
+
+    values: dict[str, str]
+    asked: tuple[str, ...]
+    depth: float
+    """Where the needle of the key asked last lies: 0 is the start and 1 the end of the haystack."""
+
+
+def needle(key: str, value: str) -> str:
+    """The sentence that hides value under key."""
+    return f"The special magic number for {key} is {value}."
+
+
+def question(key: str) -> str:
+    """The question about key, up to the word before its value; the answer follows as ` VALUE`."""
+    return (
+        f"Question: What is the special magic number for {key}?\n"
+        f"Answer: The special magic number for {key} is"
+    )
+
+
+def vocabulary() -> list[str]:
+    """Every piece (see lexicon.pieces) that filler, needles and questions can hold, digits aside."""
+    words = set(filler_vocabulary()) | set(KEYS)
+    words |= set(pieces(needle(KEYS[0], "0"))) | set(pieces(question(KEYS[0])))
+    return sorted(words - set("0123456789"))
+
+
+def draw_script(rng: Random, num_keys: int, digits: int, depth: float) -> Script:
+    """Draws keys and values, no two alike, and asks for the first key.
+
+    Raises ConfigError where there are not as many keys, or values with one left over as a distractor.
+    """
+    most = min(len(KEYS), 9 * 10 ** (digits - 1) - 1)
+    if not 1 <= num_keys <= most:
+        raise ConfigError(f"probes.multi_keys: {num_keys}; allowed: 1 to {most} at {digits} digits")
+    keys = rng.sample(KEYS, num_keys)
+    values: list[str] = []
+    while len(values) < num_keys:
+        value = _number(rng, digits)
+        if value not in values:
+            values.append(value)
+    return Script(dict(zip(keys, values, strict=True)), (keys[0],), depth)
+
+
+def draw_distractor(rng: Random, script: Script) -> str:
+    """A number as long as the asked value that is no needle's value.
+
+    Where it can, it has another digit than the asked value at every place.
+    """
+    value, taken = script.values[script.asked[-1]], set(script.values.values())
+    for _ in range(_DRAWS):
+        digits = [rng.choice([d for d in "0123456789" if d != old]) for old in value]
+        distractor = "".join(digits)
+        if digits[0] != "0" and distractor not in taken:
+            return distractor
+    while (distractor := _number(rng, len(value))) in taken:
+        pass
+    return distractor
+
+
+def compose(
+    tokenizer: PreTrainedTokenizerBase, rng: Random, script: Script, max_tokens: int
+) -> str:
+    """Writes the prompt, without its last answer; with it, it takes max_tokens tokens or a few less.
+
+    Raises ConfigError where the needles and questions alone take more.
+    """
+    needles = [needle(key, value) for key, value in script.values.items()]
+    *answered, open_key = script.asked
+    parts = [f"{question(key)} {script.values[key]}." for key in answered]
+    questions = "\n\n".join([*parts, question(open_key)])
+    last = script.values[open_key]
+    bare = len(encode(tokenizer, f"{' '.join(needles)}\n\n{questions} {last}"))
+    if bare > max_tokens:
+        raise ConfigError(
+            f"retrieval prompts: {max_tokens} tokens are too short for {len(needles)} needles and "
+            f"{len(script.asked)} questions with this tokenizer; allowed: {bare} or more"
+        )
+    filler = _draw_filler(tokenizer, rng, max_tokens - bare)
+    while True:
+        text = f"{' '.join(_hide(rng, filler, needles, script))}\n\n{questions}"
+        if not filler or len(encode(tokenizer, f"{text} {last}")) <= max_tokens:
+            return text
+        # Lengths do not quite add up: a tokenizer may merge across sentences, or split the first word.
+        filler.remove(min(filler, key=len))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of text after whatever the tokenizer starts a text with, and nothing at its end."""
+    # The text's own first token tells where the tokenizer's prefix (BOS, or nothing) ends.
+    bare = _encode_parts(tokenizer, ["The"])[0]
+    full = list(tokenizer("The")["input_ids"])
+    prefix = full[: full.index(bare[0])] if bare and bare[0] in full else []
+    return prefix + _encode_parts(tokenizer, [text])[0]
+
+
+def _number(rng: Random, digits: int) -> str:
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def _hide(rng: Random, filler: list[str], needles: list[str], script: Script) -> list[str]:
+    """Filler sentences with the needle asked for last at its depth and the others anywhere."""
+    places = [script.depth if key == script.asked[-1] else rng.random() for key in script.values]
+    hidden = list(filler)
+    # From the back, so that earlier places stay where they are.
+    for place, text in sorted(zip(places, needles, strict=True), reverse=True):
+        hidden.insert(round(place * len(filler)), text)
+    return hidden
+
+
+def _draw_filler(tokenizer: PreTrainedTokenizerBase, rng: Random, budget: int) -> list[str]:
+    """Filler sentences that take budget tokens together, or a few less."""
+    stream = haystack_sentences(rng)
+    chosen: list[str] = []
+    full = False
+    while not full:
+        batch = list(islice(stream, 8 + budget // _SENTENCE_TOKENS))
+        for text, size in _sizes(tokenizer, batch):
+            full = full or size > budget
+            if size <= budget:
+                chosen.append(text)
+                budget -= size
+    # The gap that whole sentences leave is closed with short ones.
+    short = _sizes(tokenizer, list(SHORT_SENTENCES))
+    while fitting := [(text, size) for text, size in short if size <= budget]:
+        text, size = rng.choice(fitting)
+        chosen.insert(rng.randint(0, len(chosen)), text)
+        budget -= size
+    return chosen
+
+
+def _sizes(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[tuple[str, int]]:
+    """Each text with its number of tokens after a space."""
+    parts = _encode_parts(tokenizer, [f" {text}" for text in texts])
+    return [(text, max(1, len(ids))) for text, ids in zip(texts, parts, strict=True)]
+
+
+def _encode_parts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return list(tokenizer(texts, add_special_tokens=False)["input_ids"])

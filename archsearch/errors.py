@@ -1,0 +1,25 @@
+"""Errors that a user can cause, each with the exit status of the command line."""
+
+
+class ArchsearchError(Exception):
+    """Base of every error that ends a command with one clear line and no traceback."""
+
+    exit_status = 1
+
+
+class ConfigError(ArchsearchError):
+    """The config (file, field, value) is wrong; the message names all three and what is allowed."""
+
+    exit_status = 2
+
+
+class EnvironmentFault(ArchsearchError):
+    """The machine cannot do what the config asks: a missing model, package, GPU, disk or memory."""
+
+    exit_status = 3
+
+
+class RunFault(ArchsearchError):
+    """The run went on to its end, but some trials failed."""
+
+    exit_status = 4

@@ -1,0 +1,132 @@
+"""Writing a hybrid model as a folder that transformers loads without this package."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .attention.modeling_hydrahead import HydraHeadForCausalLM
+from .errors import ConfigError
+from .headmap import HeadMap, Operator
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_hydrahead.HydraHeadConfig",
+    "AutoModel": "modeling_hydrahead.HydraHeadModel",
+    "AutoModelForCausalLM": "modeling_hydrahead.HydraHeadForCausalLM",
+}
+"""Which class of the copied code each Auto class of transformers takes."""
+
+README = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [hydrahead, linear-attention, hybrid]
+---
+# Hybrid of full and linear attention
+
+{counts} of {total} query heads ({layers} layers of {heads}). `head_map.json` says which operator each head
+runs: F full attention, G Gated DeltaNet, N Native Hybrid Attention. A KV cache is kept only for KV heads that an F
+head reads; the others keep a state of fixed size.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
+```
+
+It needs torch and transformers >= 5.6.2. The code is in this folder: read it before you trust it. With fla-core
+installed, Gated DeltaNet runs on its kernels on a GPU; without, in plain torch, on any device.
+
+## What can serve it
+| runtime | |
+|---|---|
+| transformers, `generate` included | yes, with `trust_remote_code=True` |
+| `transformers serve`, text-generation pipelines, lm-evaluation-harness (`--model hf`) | yes, through transformers; static caches and `torch.compile` of decoding are not supported |
+| vLLM, SGLang, TensorRT-LLM | no: their hybrid models choose an operator a layer, this one a head |
+| llama.cpp, Ollama, MLX | no: GGUF and MLX have no such architecture |
+
+## Where it comes from
+```json
+{provenance}
+```
+"""
+
+
+def export(
+    model: HydraHeadForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    head_map: HeadMap,
+    directory: Path,
+    provenance: dict[str, Any],
+) -> None:
+    """Writes weights, config, the model's code, tokenizer, head_map.json, provenance.json and a README.
+
+    Raises ConfigError where the directory holds anything already, ValueError where head_map is not the model's.
+    """
+    if list(head_map.layers) != list(model.config.head_map):
+        raise ValueError("export: the head map is not that of the model")
+    prepare_directory(directory)
+    _save_model(model, directory)
+    tokenizer.save_pretrained(directory)
+    copy_code(directory)
+    head_map.save(directory / "head_map.json")
+    facts = json.dumps(provenance, indent=1, sort_keys=True, default=str)
+    (directory / "provenance.json").write_text(facts + "\n")
+    (directory / "README.md").write_text(_readme(head_map, facts))
+
+
+def prepare_directory(directory: Path) -> None:
+    """Makes the directory. Raises ConfigError where it exists and is not empty, or cannot be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to {directory}: cannot make this folder ({error.strerror})") from error
+    if any(directory.iterdir()):
+        raise ConfigError(f"--to {directory}: the folder is not empty; name a new or empty one")
+
+
+def copy_code(directory: Path) -> None:
+    """Copies the modules of the hybrid model as they are."""
+    for entry in files(f"{__package__}.attention").iterdir():
+        if entry.name.endswith(".py") and entry.name != "__init__.py":
+            (directory / entry.name).write_bytes(entry.read_bytes())
+
+
+def _save_model(model: HydraHeadForCausalLM, directory: Path) -> None:
+    """Saves weights and config without touching the model, whose tensors may be views of a teacher's."""
+    weights = {
+        name: torch.empty_like(value, memory_format=torch.contiguous_format).copy_(value)
+        for name, value in model.state_dict().items()
+        if not (name == "lm_head.weight" and model.config.tie_word_embeddings)
+    }
+    original = model.config
+    model.config = deepcopy(original)
+    try:
+        model.config.auto_map = AUTO_MAP
+        model.save_pretrained(directory, state_dict=weights)
+    finally:
+        model.config = original
+
+
+def _readme(head_map: HeadMap, provenance: str) -> str:
+    letters = "".join(head_map.layers)
+    counts = ", ".join(
+        f"{letters.count(op.value)} {op.name}" for op in Operator if op.value in letters
+    )
+    shape = head_map.model
+    return README.format(
+        counts=counts,
+        total=shape.total_heads,
+        layers=shape.num_layers,
+        heads=shape.num_heads,
+        provenance=provenance,
+    )

@@ -1,0 +1,90 @@
+"""Checks before any work: the config against the teacher, and the machine against the config."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import psutil
+import torch
+
+from .config import RunConfig
+from .errors import ConfigError, EnvironmentFault
+from .models.teacher import TeacherInfo, resolve_path
+from .plan import TRAIN, Plan
+from .report.records import bytes_text
+from .search.space import check_constraints
+
+
+def check_config(config: RunConfig, info: TeacherInfo) -> None:
+    """Checks the config against the teacher. Raises ConfigError with the field and what is allowed."""
+    lengths = {
+        "data.sequence_length": config.data.sequence_length,
+        "probes.contexts": max(config.probes.contexts),
+        "scoring.context": config.scoring.context,
+    }
+    for field, length in lengths.items():
+        if length > info.max_context:
+            raise ConfigError(
+                f"{field}: {length} is beyond the teacher's {info.max_context} tokens"
+            )
+    if config.scoring.replacement_length > config.data.sequence_length:
+        raise ConfigError(
+            f"scoring.replacement_length: {config.scoring.replacement_length} is above "
+            f"data.sequence_length {config.data.sequence_length}"
+        )
+    if config.scoring.replacement_sequences > config.data.heldout_sequences:
+        raise ConfigError(
+            f"scoring.replacement_sequences: {config.scoring.replacement_sequences} is above "
+            f"data.heldout_sequences {config.data.heldout_sequences}"
+        )
+    check_constraints(config.search.constraints, info.shape, config.cost)
+
+
+def check_machine(config: RunConfig) -> None:
+    """Finds what the machine lacks before any work. Raises EnvironmentFault, or ConfigError for a file.
+
+    GPUs against the workers, packages of the executor and corpora, files named in the config.
+    """
+    execution = config.execution
+    wanted = execution.workers * execution.gpus_per_worker
+    count = torch.cuda.device_count()
+    if wanted > count:
+        raise EnvironmentFault(
+            f"execution: {execution.workers} workers with {execution.gpus_per_worker:g} GPUs each need "
+            f"{wanted:g} GPUs, this machine has {count}"
+        )
+    if config.teacher.device.startswith("cuda") and count == 0:
+        raise EnvironmentFault(f"teacher.device: {config.teacher.device}, but torch sees no GPU")
+    if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise EnvironmentFault("execution.executor: the Python package ray is not installed")
+    if config.supernet.source != TRAIN:
+        resolve_path(config.supernet.source)
+    for field, text in (("train", config.data.train), ("heldout", config.data.heldout)):
+        if text.source == "file":
+            resolve_path(str(text.path))
+        if text.source == "datasets" and importlib.util.find_spec("datasets") is None:
+            raise EnvironmentFault(
+                f"data.{field}: the Python package datasets is not installed (pip install datasets)"
+            )
+
+
+def check_memory(plan: Plan, device: torch.device) -> None:
+    """Raises EnvironmentFault where the plan needs more memory than the machine has at all."""
+    if device.type != "cpu":
+        return
+    total = memory_limit()
+    if plan.memory_bytes > total:
+        raise EnvironmentFault(
+            f"the run needs about {bytes_text(plan.memory_bytes)} of memory, this machine has "
+            f"{bytes_text(total)}: use fewer execution.workers or a smaller teacher"
+        )
+
+
+def memory_limit() -> int:
+    """Host memory in bytes that this process may use: the machine's, or its control group's if less."""
+    total = int(psutil.virtual_memory().total)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total

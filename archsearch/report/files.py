@@ -1,0 +1,31 @@
+"""Writes a report's files into the run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..rundir import RunDir
+from .headmap_svg import headmap_svg
+from .html import html_report, plot_axes
+from .markdown import markdown_report
+from .pareto_svg import pareto_svg
+from .summary import read_summary
+
+FOLDER = "report"
+
+
+def write_report(run_dir: RunDir) -> Path:
+    """Writes report/index.html, summary.md, pareto*.svg, and a JSON and an SVG of each front map.
+
+    Returns the page's path.
+    """
+    summary = read_summary(run_dir)
+    for number, (x, y) in enumerate(plot_axes(summary.objectives)):
+        name = "pareto.svg" if number == 0 else f"pareto-{number + 1}.svg"
+        plot = pareto_svg(summary.last.candidates, x, y, titles=True)
+        run_dir.write_text(f"{FOLDER}/{name}", plot)
+    for c in summary.last.front:
+        run_dir.write_json(f"{FOLDER}/headmaps/{c.candidate}.json", c.head_map.to_json())
+        run_dir.write_text(f"{FOLDER}/headmaps/{c.candidate}.svg", headmap_svg(c.head_map))
+    run_dir.write_text(f"{FOLDER}/summary.md", markdown_report(summary))
+    return run_dir.write_text(f"{FOLDER}/index.html", html_report(summary))

@@ -1,0 +1,179 @@
+"""The report as one static page: no network, nothing to serve, everything inside the file."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from itertools import combinations
+from typing import Any
+
+from .headmap_svg import COLOURS, OUTLINE, headmap_svg, legend_svg
+from .pareto_svg import pareto_svg
+from .records import COST_METRICS, Candidate, Objective, Rung, RunSummary, quantity
+from .tables import (
+    Table,
+    cache_table,
+    candidate_table,
+    failure_table,
+    hypervolume_table,
+    share_table,
+    stage_table,
+)
+
+
+def html_report(summary: RunSummary) -> str:
+    """The page of a run: key figures, Pareto plots, the front's head maps, comparisons, all candidates."""
+    rung = summary.last
+    body = [
+        f"<h1>{escape(summary.name)}</h1>",
+        f'<p class="lead">{_lead(summary, rung)}</p>',
+        _tiles(summary, rung),
+        *(_plot(rung, x, y) for x, y in plot_axes(summary.objectives)),
+        _front(summary, rung),
+        _table(hypervolume_table(summary)),
+        _table(share_table(summary, rung)),
+        _table(cache_table(summary, rung)),
+        _table(failure_table(summary)),
+        _table(stage_table(summary)),
+        _details(candidate_table(rung.candidates, "All candidates")),
+        '<div id="tip" role="status"></div>',
+        f'<script type="application/json" id="candidates">{_data(rung)}</script>',
+        f"<script>{_asset('page.js')}</script>",
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(summary.name)}: search report</title><style>{_asset('page.css')}</style>"
+        f"</head><body><main>{''.join(part for part in body if part)}</main></body></html>\n"
+    )
+
+
+def plot_axes(objectives: tuple[Objective, ...]) -> list[tuple[Objective, Objective]]:
+    """The (x, y) of each plot: all pairs of objectives, costs to the right of qualities."""
+    pairs = []
+    for first, second in combinations(objectives, 2):
+        swap = second.metric in COST_METRICS and first.metric not in COST_METRICS
+        pairs.append((second, first) if swap else (first, second))
+    if not pairs:
+        pairs.append((Objective("cache_bytes", minimize=True), objectives[0]))
+    return pairs
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _lead(summary: RunSummary, rung: Rung) -> str:
+    counts = {
+        group: sum(c.group == group for c in rung.candidates)
+        for group in ("search", "seed", "random")
+    }
+    source = summary.config.get("teacher", {}).get("source", "")
+    goals = ", ".join(
+        f"{'smallest' if o.minimize else 'largest'} {o.metric}" for o in summary.objectives
+    )
+    text = (
+        f"{source}: {counts['search']} maps found by the search, {counts['seed']} seeds and "
+        f"{counts['random']} of the random control, after {rung.proxy_tokens:,} distillation tokens; "
+        f"objectives: {goals}."
+    )
+    return escape(text)
+
+
+def _tiles(summary: RunSummary, rung: Rung) -> str:
+    own = sum(c.group == "search" for c in rung.front)
+    tiles = [
+        (f"{len(rung.front)}", "points on the front"),
+        (f"{own}", "of them supplied by no seed"),
+    ]
+    names = {
+        "front": "hypervolume of the front",
+        "seeds": "of the seeds alone",
+        "random": "of random",
+    }
+    tiles += [
+        (f"{rung.hypervolume[key]:.4f}", name)
+        for key, name in names.items()
+        if rung.hypervolume.get(key) is not None
+    ]
+    cells = (f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for value, name in tiles)
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _plot(rung: Rung, x: Objective, y: Objective) -> str:
+    return f'<div class="plot">{pareto_svg(rung.candidates, x, y)}</div>'
+
+
+def _front(summary: RunSummary, rung: Rung) -> str:
+    if not rung.front:
+        return ""
+    cards = "".join(_card(c) for c in rung.front)
+    return (
+        "<h2>The front</h2>"
+        f"<div>{legend_svg(rung.front[len(rung.front) // 2].head_map)}</div>"
+        '<p class="note">Layers run from left to right, query heads from top to bottom by KV head. '
+        "Export one with <code>archsearch export RUN --candidate N --to DIR</code>.</p>"
+        f'<div class="cards">{cards}</div>'
+    )
+
+
+def _card(c: Candidate) -> str:
+    badge = '<span class="badge">new</span>' if c.group == "search" else ""
+    metrics = " · ".join(
+        f"{escape(name)} <b>{escape(quantity(name, value))}</b>"
+        for name, value in c.metrics.items()
+    )
+    number, _, source = c.label.partition(" ")
+    return (
+        f'<div class="card" id="card-{c.candidate}"><h3>{number} <span class="from">{escape(source)}</span>'
+        f"{badge}</h3><p>{metrics}</p>{headmap_svg(c.head_map)}</div>"
+    )
+
+
+def _table(table: Table) -> str:
+    if not table.rows:
+        return ""
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return f"<h2>{escape(table.title)}</h2>{_rows(table)}{note}"
+
+
+def _details(table: Table) -> str:
+    return f"<details><summary>{escape(table.title)}</summary>{_rows(table)}</details>"
+
+
+def _rows(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    lines = []
+    for r, row in enumerate(table.rows):
+        cells = (
+            f'<td class="strong">{escape(text)}</td>'
+            if (r, i) in table.strong
+            else f"<td>{escape(text)}</td>"
+            for i, text in enumerate(row)
+        )
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _data(rung: Rung) -> str:
+    """The candidates for the page's script, safe inside a script element."""
+    points: dict[str, Any] = {
+        str(c.candidate): {
+            "label": c.label,
+            "metrics": [[name, quantity(name, value)] for name, value in c.metrics.items()],
+            "layers": list(c.head_map.layers),
+        }
+        for c in rung.candidates
+    }
+    sizes = {c.head_map.model.group_size for c in rung.candidates} or {1}
+    data = {
+        "groupSize": sizes.pop(),
+        "colours": {op.value: colour for op, colour in COLOURS.items()},
+        "outline": OUTLINE,
+        "points": points,
+    }
+    return json.dumps(data).replace("</", "<\\/")

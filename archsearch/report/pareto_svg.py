@@ -1,0 +1,189 @@
+"""The Pareto plot: search points, seeds by method, the random control and the front, as one SVG element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from .records import METHOD_TITLES, METRIC_TITLES, Candidate, Objective, quantity
+from .scales import Axis, make_axis
+
+WIDTH, HEIGHT = 920, 480
+LEFT, RIGHT, TOP, BOTTOM = 78, 712, 18, 426
+INK, GRID, MUTED = "#1c2733", "#e6e9ee", "#5d6b7a"
+FRONT = "#c0392b"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How the points of one method look: a shape around (0, 0) of about radius 5, and its colour."""
+
+    shape: str
+    colour: str
+    opacity: float = 1.0
+
+
+CIRCLE = "M-4,0 a4,4 0 1,0 8,0 a4,4 0 1,0 -8,0 Z"
+SMALL_CIRCLE = "M-3.2,0 a3.2,3.2 0 1,0 6.4,0 a3.2,3.2 0 1,0 -6.4,0 Z"
+SQUARE = "M-4.4,-4.4 H4.4 V4.4 H-4.4 Z"
+DIAMOND = "M0,-6 L6,0 L0,6 L-6,0 Z"
+UP = "M0,-6 L5.6,4.4 L-5.6,4.4 Z"
+DOWN = "M0,6 L5.6,-4.4 L-5.6,-4.4 Z"
+RIGHTWARD = "M6,0 L-4.4,5.6 L-4.4,-5.6 Z"
+CROSS = "M-5,-3 L-3,-5 L0,-2 L3,-5 L5,-3 L2,0 L5,3 L3,5 L0,2 L-3,5 L-5,3 L-2,0 Z"
+PLUS = "M-1.7,-5.6 H1.7 V-1.7 H5.6 V1.7 H1.7 V5.6 H-1.7 V1.7 H-5.6 V-1.7 H-1.7 Z"
+
+MARKS = {
+    "random-control": Mark(SMALL_CIRCLE, "#b7bfc9", 0.85),
+    "search": Mark(CIRCLE, "#2f74c0", 0.8),
+    "all_full": Mark(SQUARE, "#1c2733"),
+    "all_gdn": Mark(PLUS, "#1c2733"),
+    "causal": Mark(UP, "#d9731a"),
+    "causal_per_layer": Mark(DOWN, "#e0a800"),
+    "replacement_kl": Mark(DIAMOND, "#1b8a6b"),
+    "blend": Mark(RIGHTWARD, "#7aa61b"),
+    "even_layers": Mark(SQUARE, "#7d5ba6"),
+    "random": Mark(CROSS, "#6c757d"),
+}
+
+
+def pareto_svg(
+    candidates: Sequence[Candidate], x: Objective, y: Objective, *, titles: bool = False
+) -> str:
+    """Objective y over objective x. With titles, each point carries its text for a plain SVG viewer.
+
+    Points hold their key in data-key for the page's script.
+    """
+    shown = [c for c in candidates if x.metric in c.metrics and y.metric in c.metrics]
+    x_axis = make_axis(x.metric, (c.metrics[x.metric] for c in shown), LEFT, RIGHT)
+    y_axis = make_axis(y.metric, (c.metrics[y.metric] for c in shown), BOTTOM, TOP)
+    order = sorted(shown, key=lambda c: (c.on_front, list(MARKS).index(_known(c.method))))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pareto" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="{INK}">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        _grid(x, x_axis, y, y_axis),
+        _front_line(shown, x, x_axis, y, y_axis),
+        *(_point(c, x, x_axis, y, y_axis, titles=titles) for c in order),
+        _legend({_known(c.method) for c in shown}, any(c.on_front for c in shown)),
+        "</svg>",
+    ]
+    return "".join(parts)
+
+
+def _known(method: str) -> str:
+    return method if method in MARKS else "search"
+
+
+def _grid(x: Objective, x_axis: Axis, y: Objective, y_axis: Axis) -> str:
+    parts = []
+    for tick in x_axis.ticks:
+        at = x_axis.pixel(tick)
+        parts.append(f'<path d="M{at:.1f},{TOP} V{BOTTOM}" stroke="{GRID}"/>')
+        parts.append(
+            f'<text x="{at:.1f}" y="{BOTTOM + 18}" text-anchor="middle" fill="{MUTED}">'
+            f"{x_axis.text(tick)}</text>"
+        )
+    for tick in y_axis.ticks:
+        at = y_axis.pixel(tick)
+        parts.append(f'<path d="M{LEFT},{at:.1f} H{RIGHT}" stroke="{GRID}"/>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" fill="{MUTED}">'
+            f"{y_axis.text(tick)}</text>"
+        )
+    middle = (TOP + BOTTOM) / 2
+    parts.append(f'<path d="M{LEFT},{TOP} V{BOTTOM} H{RIGHT}" stroke="{MUTED}" fill="none"/>')
+    parts.append(
+        f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">{_title(x, x_axis, "→", "←")}'
+        f'</text><text transform="translate(18,{middle}) rotate(-90)" text-anchor="middle">'
+        f"{_title(y, y_axis, '→', '←')}</text>"
+    )
+    return "".join(parts)
+
+
+def _title(objective: Objective, axis: Axis, rising: str, falling: str) -> str:
+    name = METRIC_TITLES.get(objective.metric, objective.metric)
+    scale = ", square-root scale" if axis.root else ""
+    better = f"{falling} better" if objective.minimize else f"better {rising}"
+    return escape(f"{name}{scale}   {better}")
+
+
+def _front_line(
+    shown: Sequence[Candidate], x: Objective, x_axis: Axis, y: Objective, y_axis: Axis
+) -> str:
+    """The staircase of the points that these two objectives alone leave undominated."""
+    front = _pairwise_front([c for c in shown if c.on_front], x, y)
+    if len(front) < 2:
+        return ""
+    pixels = [(x_axis.pixel(c.metrics[x.metric]), y_axis.pixel(c.metrics[y.metric])) for c in front]
+    path = f"M{pixels[0][0]:.1f},{pixels[0][1]:.1f}"
+    for px, py in pixels[1:]:
+        path += f" H{px:.1f} V{py:.1f}" if x.minimize else f" V{py:.1f} H{px:.1f}"
+    return f'<path d="{path}" fill="none" stroke="{FRONT}" stroke-width="1.6" opacity="0.75"/>'
+
+
+def _pairwise_front(front: Sequence[Candidate], x: Objective, y: Objective) -> list[Candidate]:
+    def dominated(c: Candidate) -> bool:
+        return any(
+            not x.better(c.metrics[x.metric], d.metrics[x.metric])
+            and not y.better(c.metrics[y.metric], d.metrics[y.metric])
+            and (
+                x.better(d.metrics[x.metric], c.metrics[x.metric])
+                or y.better(d.metrics[y.metric], c.metrics[y.metric])
+            )
+            for d in front
+        )
+
+    return sorted((c for c in front if not dominated(c)), key=lambda c: c.metrics[x.metric])
+
+
+def _point(
+    c: Candidate, x: Objective, x_axis: Axis, y: Objective, y_axis: Axis, *, titles: bool
+) -> str:
+    mark = MARKS[_known(c.method)]
+    at = f"{x_axis.pixel(c.metrics[x.metric]):.1f},{y_axis.pixel(c.metrics[y.metric]):.1f}"
+    edge = (
+        f'stroke="{FRONT}" stroke-width="2"' if c.on_front else 'stroke="#fff" stroke-width="0.7"'
+    )
+    opacity = 1.0 if c.on_front else mark.opacity
+    text = f"<title>{escape(point_text(c))}</title>" if titles else ""
+    focus = ' tabindex="0"' if c.on_front else ""
+    return (
+        f'<path class="point" data-key="{c.candidate}"{focus} '
+        f'd="{mark.shape}" transform="translate({at})" fill="{mark.colour}" '
+        f'fill-opacity="{opacity:g}" {edge}>{text}</path>'
+    )
+
+
+def point_text(c: Candidate) -> str:
+    """A candidate in a few plain lines: label, metrics, map."""
+    metrics = "  ".join(f"{name} {quantity(name, value)}" for name, value in c.metrics.items())
+    return f"{c.label}\n{metrics}\n{'/'.join(c.head_map.layers)}"
+
+
+def _legend(methods: set[str], has_front: bool) -> str:
+    x, y, parts = RIGHT + 28, TOP + 12, []
+    if has_front:
+        parts.append(
+            f'<path d="M{x - 8},{y} H{x + 8}" stroke="{FRONT}" stroke-width="1.6"/>'
+            f'<path d="{CIRCLE}" transform="translate({x},{y})" fill="#fff" stroke="{FRONT}" '
+            f'stroke-width="2"/><text x="{x + 16}" y="{y + 4}">on the front</text>'
+        )
+        y += 26
+    order = [
+        "search",
+        *[m for m in MARKS if m not in ("search", "random-control")],
+        "random-control",
+    ]
+    for method in order:
+        if method not in methods:
+            continue
+        mark = MARKS[method]
+        parts.append(
+            f'<path d="{mark.shape}" transform="translate({x},{y})" fill="{mark.colour}" '
+            f'fill-opacity="{mark.opacity:g}"/><text x="{x + 16}" y="{y + 4}">'
+            f"{METHOD_TITLES[method]}</text>"
+        )
+        y += 22
+    return "".join(parts)

@@ -1,0 +1,138 @@
+"""What a report shows, as plain data: the evaluated candidates, the front and what it is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..headmap import HeadMap
+
+Group = Literal["search", "seed", "random"]
+"""Found by the sampler, supplied as a baseline, or part of the random control."""
+
+COST_METRICS = ("cache_bytes", "fa_share")
+"""Metrics that say what a head map costs; the others say how good it is."""
+
+METRIC_TITLES = {
+    "kl": "KL to the teacher (nats a token)",
+    "top1_agreement": "top-1 agreement with the teacher",
+    "niah_single_nll": "single-key answer NLL (nats a token)",
+    "niah_single_match": "single-key exact match",
+    "niah_multi_nll": "multi-key answer NLL (nats a token)",
+    "niah_multi_match": "multi-key exact match",
+    "fa_share": "share of full-attention heads",
+    "cache_bytes": "cache bytes a sequence",
+}
+
+METHOD_TITLES = {
+    "all_full": "all full attention",
+    "all_gdn": "all Gated DeltaNet",
+    "causal": "causal score",
+    "causal_per_layer": "causal, one a layer",
+    "replacement_kl": "single-replacement KL",
+    "blend": "causal + replacement",
+    "even_layers": "evenly spaced layers",
+    "random": "random seed",
+    "search": "found by the search",
+    "random-control": "random control",
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One objective of the search."""
+
+    metric: str
+    minimize: bool
+
+    def better(self, a: float, b: float) -> bool:
+        """Whether value a is strictly better than b."""
+        return a < b if self.minimize else a > b
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One evaluated head map."""
+
+    candidate: int
+    method: str
+    group: Group
+    head_map: HeadMap
+    metrics: dict[str, float]
+    proxy_tokens: int = 0
+    on_front: bool = False
+
+    @property
+    def label(self) -> str:
+        """`#12 causal score`, as captions call it."""
+        return f"#{self.candidate} {METHOD_TITLES.get(self.method, self.method)}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A trial without a result, and why."""
+
+    candidate: int
+    method: str
+    proxy_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rung:
+    """All that was evaluated after the same number of distillation tokens."""
+
+    proxy_tokens: int
+    candidates: tuple[Candidate, ...]
+    hypervolume: dict[str, float] = field(default_factory=dict)
+    """front, seeds and (where it was run) random."""
+    reference: tuple[float, ...] = ()
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """The points that no other dominates, the cheapest first."""
+        found = [candidate for candidate in self.candidates if candidate.on_front]
+        return tuple(sorted(found, key=lambda c: c.metrics.get("cache_bytes", 0)))
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A finished (or half finished) run, ready to be drawn."""
+
+    name: str
+    config: dict[str, Any]
+    objectives: tuple[Objective, ...]
+    rungs: tuple[Rung, ...]
+    failures: tuple[Failure, ...] = ()
+    stages: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def last(self) -> Rung:
+        """The rung whose front is the run's result."""
+        return self.rungs[-1]
+
+    @property
+    def quality(self) -> Objective:
+        """The first objective that is no cost, or the first one."""
+        for objective in self.objectives:
+            if objective.metric not in COST_METRICS:
+                return objective
+        return self.objectives[0]
+
+
+def quantity(metric: str, value: float) -> str:
+    """A metric's value as a person reads it: bytes with a unit, shares in percent, others in 3 digits."""
+    if metric == "cache_bytes":
+        return bytes_text(value)
+    if metric == "fa_share" or metric.endswith("_match") or metric == "top1_agreement":
+        return f"{100 * value:.4g}%"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def bytes_text(value: float) -> str:
+    """Bytes with a binary unit, three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{value:.0f} B"
+        value /= 1024
+    return f"{value:.3g} TiB"

@@ -1,0 +1,87 @@
+"""Axes of a plot: from metric values to pixels, with round ticks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .records import bytes_text
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values in [low, high] to pixels in [start, stop], by the square root where root."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    ticks: tuple[float, ...]
+    text: Callable[[float], str]
+    root: bool = False
+
+    def pixel(self, value: float) -> float:
+        """The pixel of a value; values outside are held at the edge."""
+        warp = math.sqrt if self.root else float
+        low, high = warp(self.low), warp(self.high)
+        share = (warp(min(max(value, self.low), self.high)) - low) / (high - low)
+        return self.start + share * (self.stop - self.start)
+
+
+def make_axis(metric: str, values: Iterable[float], start: float, stop: float) -> Axis:
+    """An axis for a metric that shows all values.
+
+    Divergences and losses are never negative and crowd near zero, so their axis is a square root.
+    """
+    found = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    root = metric == "kl" or metric.endswith("_nll")
+    low = 0.0 if root or metric in ("cache_bytes", "fa_share") else min(found)
+    high = max(found)
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    unit = _byte_unit(high) if metric == "cache_bytes" else 1.0
+    ticks = _root_ticks(high) if root else _linear_ticks(low, high, unit)
+    pad = 0.04 * (high - low)
+    top = high + pad
+    bottom = low if low == 0 else low - pad
+    shown = tuple(tick for tick in ticks if bottom <= tick <= top)
+    return Axis(bottom, top, start, stop, shown, _tick_text(metric), root)
+
+
+def _tick_text(metric: str) -> Callable[[float], str]:
+    if metric == "cache_bytes":
+        return lambda value: "0" if value == 0 else bytes_text(value)
+    if metric == "fa_share" or metric.endswith("_match") or metric == "top1_agreement":
+        return lambda value: f"{100 * value:.4g}%"
+    return lambda value: f"{value:.4g}"
+
+
+def _byte_unit(high: float) -> float:
+    return float(1024 ** int(math.log(max(high, 1.0), 1024)))
+
+
+def _step(span: float, count: int = 6) -> float:
+    """The round step (1, 2, 2.5 or 5 times a power of ten) that cuts span into about count parts."""
+    raw = span / count
+    power = 10 ** math.floor(math.log10(raw))
+    return float(next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999))
+
+
+def _linear_ticks(low: float, high: float, unit: float) -> list[float]:
+    step = _step((high - low) / unit) * unit
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [step * i for i in range(first, last + 2)]
+
+
+def _root_ticks(high: float, count: int = 6) -> list[float]:
+    """Round values about evenly apart under a square root, zero first."""
+    ticks = [0.0]
+    for i in range(1, count + 1):
+        value = high * (i / count) ** 2
+        power = 10 ** math.floor(math.log10(value))
+        rounded = min((power * m for m in (1, 2, 3, 5, 7, 10)), key=lambda t: abs(t - value))
+        if rounded > ticks[-1]:
+            ticks.append(float(rounded))
+    return ticks

@@ -1,0 +1,201 @@
+"""The tables of a report as plain rows of text, for HTML and Markdown alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .records import (
+    METHOD_TITLES,
+    Candidate,
+    Objective,
+    Rung,
+    RunSummary,
+    bytes_text,
+    quantity,
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading row and rows of cells; `note` says how to read them, `strong` are (row, column) to stress."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    strong: frozenset[tuple[int, int]] = frozenset()
+
+
+def hypervolume_table(summary: RunSummary) -> Table:
+    """Hypervolumes of the front, of the seeds alone and of the random control, a row a rung."""
+    names = {"front": "front", "seeds": "seeds alone", "random": "random, equal trials"}
+    present = [key for key in names if any(key in rung.hypervolume for rung in summary.rungs)]
+    rows = tuple(
+        (
+            f"{rung.proxy_tokens:,}",
+            str(len(rung.front)),
+            str(sum(c.group == "search" for c in rung.front)),
+            *(_volume(rung, key) for key in present),
+        )
+        for rung in summary.rungs
+    )
+    columns = ("proxy tokens", "points on the front", "of these found by the search")
+    return Table(
+        "Hypervolume",
+        (*columns, *(names[key] for key in present)),
+        rows,
+        "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
+    )
+
+
+def _volume(rung: Rung, key: str) -> str:
+    value = rung.hypervolume.get(key)
+    return "" if value is None else f"{value:.4f}"
+
+
+def share_table(summary: RunSummary, rung: Rung) -> Table:
+    """Each seed method beside the best found map of at most the same FA share."""
+    return _comparison(
+        summary,
+        rung,
+        "Best found beside the seeds, at each share of full-attention heads",
+        "fa_share",
+        lambda value: f"{value:.1%}",
+    )
+
+
+def _comparison(
+    summary: RunSummary, rung: Rung, title: str, cost: str, text: Callable[[float], str]
+) -> Table:
+    objective = summary.quality
+    scored = [c for c in rung.candidates if cost in c.metrics and objective.metric in c.metrics]
+    seeds = [c for c in scored if c.group == "seed" and 0 < c.head_map.fa_share < 1]
+    methods = [m for m in METHOD_TITLES if any(c.method == m for c in seeds)]
+    extra = [g for g in ("random", "search") if any(c.group == g for c in scored)]
+    rows: list[tuple[str, ...]] = []
+    strong: set[tuple[int, int]] = set()
+    for limit in _levels(c.metrics[cost] for c in seeds):
+        cells: list[Candidate | None] = [
+            _best((c for c in seeds if c.method == m and _same(c, cost, limit)), objective)
+            for m in methods
+        ]
+        for group in extra:
+            within = (c for c in scored if c.group == group and c.metrics[cost] <= limit + 1e-9)
+            cells.append(_best(within, objective))
+        winner = _best((c for c in cells if c is not None), objective)
+        for column, cell in enumerate(cells):
+            if cell is not None and cell is winner:
+                strong.add((len(rows), column + 1))
+        rows.append((text(limit), *(_cell(c, objective.metric) for c in cells)))
+    titles = {"random": "random control, best", "search": "search, best"}
+    columns = (cost, *(METHOD_TITLES[m] for m in methods), *(titles[g] for g in extra))
+    note = (
+        f"{objective.metric} ({'smaller' if objective.minimize else 'larger'} is better) and the cache; "
+        "the last columns take the best map of at most that share."
+    )
+    return Table(title, columns, tuple(rows), note, frozenset(strong))
+
+
+def _levels(values: Iterable[float]) -> list[float]:
+    """The distinct FA shares, largest first; shares within 2% of each other count as one."""
+    levels: list[float] = []
+    for value in sorted(values, reverse=True):
+        if not levels or levels[-1] - value > 0.02:
+            levels.append(value)
+    return levels
+
+
+def _same(c: Candidate, cost: str, limit: float) -> bool:
+    return -1e-9 <= limit - c.metrics[cost] <= 0.02
+
+
+def _best(candidates: Iterable[Candidate], objective: Objective) -> Candidate | None:
+    chosen: Candidate | None = None
+    for c in candidates:
+        if chosen is None or objective.better(
+            c.metrics[objective.metric], chosen.metrics[objective.metric]
+        ):
+            chosen = c
+    return chosen
+
+
+def _cell(c: Candidate | None, metric: str) -> str:
+    if c is None:
+        return "–"
+    cache = c.metrics.get("cache_bytes")
+    return quantity(metric, c.metrics[metric]) + (f" · {bytes_text(cache)}" if cache else "")
+
+
+def cache_table(summary: RunSummary, rung: Rung) -> Table:
+    """Each seed beside the best found map that needs no more cache than it."""
+    objective = summary.quality
+    scored = [c for c in rung.candidates if {"cache_bytes", objective.metric} <= c.metrics.keys()]
+    rows: list[tuple[str, ...]] = []
+    strong: set[tuple[int, int]] = set()
+    for seed in sorted(scored, key=lambda c: -c.metrics["cache_bytes"]):
+        if seed.group != "seed" or seed.head_map.fa_share == 1:
+            continue
+        within = [
+            c
+            for c in scored
+            if c.group == "search" and c.metrics["cache_bytes"] <= seed.metrics["cache_bytes"]
+        ]
+        found = _best(within, objective)
+        if found is not None and objective.better(
+            found.metrics[objective.metric], seed.metrics[objective.metric]
+        ):
+            strong.add((len(rows), 4))
+        rows.append(
+            (
+                seed.label,
+                f"{seed.head_map.fa_share:.1%}",
+                bytes_text(seed.metrics["cache_bytes"]),
+                quantity(objective.metric, seed.metrics[objective.metric]),
+                _cell(found, objective.metric),
+                "" if found is None else f"#{found.candidate}",
+            )
+        )
+    return Table(
+        "Best found at no more cache than each seed",
+        ("seed", "FA share", "cache", objective.metric, "search, best", "candidate"),
+        tuple(rows),
+        "Equal head counts hide cost under grouped-query attention; this compares at equal memory.",
+        frozenset(strong),
+    )
+
+
+def candidate_table(candidates: Sequence[Candidate], title: str) -> Table:
+    """All metrics of the given candidates, a row each."""
+    metrics = list(dict.fromkeys(name for c in candidates for name in c.metrics))
+    rows = tuple(
+        (
+            str(c.candidate),
+            METHOD_TITLES.get(c.method, c.method),
+            *(quantity(m, c.metrics[m]) if m in c.metrics else "" for m in metrics),
+        )
+        for c in candidates
+    )
+    return Table(title, ("candidate", "source", *metrics), rows)
+
+
+def stage_table(summary: RunSummary) -> Table:
+    """Seconds and peak memory by stage."""
+    rows = tuple(
+        (
+            str(stage["stage"]),
+            f"{stage['seconds']:.1f}",
+            bytes_text(stage["peak_bytes"]) if stage.get("peak_bytes") else "",
+        )
+        for stage in summary.stages
+    )
+    return Table("Stages", ("stage", "seconds", "peak host memory"), rows)
+
+
+def failure_table(summary: RunSummary) -> Table:
+    """Trials that gave no result, and why."""
+    rows = tuple(
+        (str(f.candidate), METHOD_TITLES.get(f.method, f.method), f"{f.proxy_tokens:,}", f.reason)
+        for f in summary.failures
+    )
+    return Table("Failed trials", ("candidate", "source", "proxy tokens", "reason"), rows)

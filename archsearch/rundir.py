@@ -1,0 +1,268 @@
+"""A run directory: one writer, atomic files, a frozen config, stage markers and provenance. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from .config import RunConfig
+from .errors import ConfigError, EnvironmentFault
+
+SCHEMA = 1
+
+RESUMABLE = ("search.trials", "search.max_retries", "execution.", "supernet.checkpoint_minutes")
+"""Fields that may change between two calls of one run, since no finished work depends on them."""
+
+_PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "9p")
+
+
+class RunDir:
+    """The files of one run. Reading needs no lock; a writer holds it: `with RunDir(path) as run_dir:`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+        self._lock: IO[str] | None = None
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @property
+    def storage(self) -> str:
+        """URL of the study database that is used where the config names none."""
+        return f"sqlite:///{self / 'study.db'}"
+
+    def __enter__(self) -> RunDir:
+        """Creates the directory and takes its lock.
+
+        Raises ConfigError where the path is no directory, EnvironmentFault where another process holds
+        the lock; it names that process's id and host.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise ConfigError(f"{self.path}: not a directory") from error
+        except OSError as error:
+            raise EnvironmentFault(f"{self.path}: cannot be created: {error.strerror}") from error
+        # The kernel drops a flock when its holder dies, so a SIGKILL leaves no stale lock.
+        lock = open(self / "lock", "a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            lock.close()
+            raise EnvironmentFault(f"{self.path}: in use by {holder}") from error
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[Path]:
+        """A temporary path to write; it becomes `name` in one step once the block ends without error."""
+        target = self / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(
+            dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix
+        )
+        os.close(handle)
+        try:
+            yield Path(temporary)
+            _flush(Path(temporary))
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+            _flush(target.parent)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Writes a text file in one step and returns its path."""
+        with self.replacing(name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        return self / name
+
+    def write_json(self, name: str, data: Any) -> Path:
+        """Writes a JSON file in one step and returns its path. NaN is refused with ValueError."""
+        return self.write_text(name, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """Reads a JSON file. Raises ConfigError where it is missing or no JSON."""
+        try:
+            return json.loads((self / name).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self / name}: missing; is {self.path} a run directory?") from error
+        except ValueError as error:
+            raise ConfigError(f"{self / name}: damaged, not JSON: {error}") from error
+
+    def freeze_config(self, config: RunConfig) -> None:
+        """Stores the config, or checks that it agrees with the one that the run was started with.
+
+        RESUMABLE fields may differ: the new value is stored. Raises ConfigError that lists the other
+        differences and says how to go on.
+        """
+        new = config.model_dump(mode="json", by_alias=True)
+        if (self / "config.json").exists():
+            old = self.read_json("config.json")
+            changes = {
+                key: pair
+                for key, pair in differences(old, new).items()
+                if not key.startswith(RESUMABLE)
+            }
+            if changes:
+                listed = "; ".join(f"{k}: {was!r} -> {now!r}" for k, (was, now) in changes.items())
+                raise ConfigError(
+                    f"{self.path}: this run was started with another config ({listed}). Take a new "
+                    f"--run-dir; --set supernet.source={self / 'supernet.safetensors'} there reuses "
+                    "the supernet if it still fits"
+                )
+        self.write_json("config.json", new)
+
+    def load_config(self) -> RunConfig:
+        """The config that the run was started with. Raises ConfigError where there is none."""
+        data = self.read_json("config.json")
+        try:
+            return RunConfig.model_validate_json(json.dumps(data), strict=True)
+        except ValueError as error:
+            raise ConfigError(f"{self / 'config.json'}: of another version: {error}") from error
+
+    def mark_done(self, stage: str, **details: Any) -> None:
+        """Records that a stage is finished, with JSON-able details such as its seconds."""
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        self.write_json(f"stages/{stage}.json", {"schema": SCHEMA, "time": time, **details})
+
+    def stage(self, name: str) -> dict[str, Any] | None:
+        """Details of a finished stage, None where it is not finished."""
+        if not (self / f"stages/{name}.json").exists():
+            return None
+        details: dict[str, Any] = self.read_json(f"stages/{name}.json")
+        return details
+
+    def record_provenance(self, seed: int) -> None:
+        """Appends what this call runs on: versions, git commit, command line, host, seed."""
+        name = "provenance.json"
+        calls = self.read_json(name)["calls"] if (self / name).exists() else []
+        call = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": sys.argv,
+            "seed": seed,
+            "git_commit": _git_commit(),
+            "versions": {"python": platform.python_version(), **_versions()},
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+        }
+        self.write_json(name, {"schema": SCHEMA, "calls": [*calls, call]})
+
+    def require_disk(self, needed_bytes: int) -> None:
+        """Raises EnvironmentFault unless the run directory's disk has that much room."""
+        require_disk(self.path, needed_bytes)
+
+    def warnings(self) -> list[str]:
+        """What is unwise about the place of this directory, a sentence each."""
+        kind = network_file_system(self.path)
+        if kind is None:
+            return []
+        return [
+            f"{self.path} is on a network file system ({kind}), where SQLite's locks are not safe: "
+            "let only one machine use this run, or set search.storage"
+        ]
+
+
+def require_disk(path: Path, needed_bytes: int) -> None:
+    """Raises EnvironmentFault unless the disk of path (or its nearest parent) has that much room."""
+    place = next(p for p in (path, *path.parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise EnvironmentFault(
+            f"{place}: {free / 1e9:.2f} GB of disk is free, {needed_bytes / 1e9:.2f} GB is needed"
+        )
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted path -> (old, new) of every leaf that differs; a missing value reads as None."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in [*old, *(key for key in new if key not in old)]:
+            path = f"{prefix}.{key}" if prefix else str(key)
+            found |= differences(old.get(key), new.get(key), path)
+        return found
+    return {} if old == new else {prefix: (old, new)}
+
+
+def network_file_system(path: Path, mounts: str | None = None) -> str | None:
+    """The type of the network file system that path lies on, None on a local one (or no Linux).
+
+    mounts is the text of /proc/mounts, read where not given.
+    """
+    if mounts is None:
+        table = Path("/proc/mounts")
+        mounts = table.read_text(errors="replace") if table.exists() else ""
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        if path.is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind if any(name in kind for name in _NETWORK_FILE_SYSTEMS) else None
+
+
+def _flush(path: Path) -> None:
+    """Forces a file or directory to disk, so that a rename is never seen before its data."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that this code runs from, with + where it has local changes."""
+    folder = Path(__file__).parent
+    if not (folder.parent / ".git").exists() or shutil.which("git") is None:
+        return None
+    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    outputs = [
+        subprocess.run(["git", "-C", str(folder), *c], capture_output=True, text=True, check=False)
+        for c in commands
+    ]
+    if any(output.returncode for output in outputs):
+        return None
+    return outputs[0].stdout.strip() + ("+" if outputs[1].stdout.strip() else "")

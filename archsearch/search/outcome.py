@@ -1,0 +1,113 @@
+"""What a search came to, rung by rung, and the files that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..config import RunConfig
+from ..headmap import ModelShape
+from ..rundir import RunDir
+from .front import CONTROL, Candidate, Fronts
+from .study import Failure, RungStudy, find_study, head_map_text, open_storage, study_name
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RungOutcome:
+    """What one rung came to."""
+
+    proxy_tokens: int
+    search: list[Candidate]
+    control: list[Candidate]
+    failures: list[Failure]
+    fronts: Fronts
+
+    def to_json(self) -> dict[str, Any]:
+        """The rung as an entry of trials.json."""
+        fronts = self.fronts
+        return {
+            "proxy_tokens": self.proxy_tokens,
+            "reference": list(fronts.scale.reference),
+            "hypervolume": fronts.hypervolumes(),
+            "candidates": [
+                {
+                    "candidate": c.candidate,
+                    "method": c.source,
+                    "also": list(c.also),
+                    "metrics": dict(c.metrics),
+                    "head_map": head_map_text(c.head_map),
+                    "feasible": c.feasible,
+                    "on_front": c in (fronts.control if c.source == CONTROL else fronts.points),
+                }
+                for c in (*self.search, *self.control)
+            ],
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """What a search came to; the last rung's fronts are the run's."""
+
+    rungs: list[RungOutcome]
+
+    @property
+    def fronts(self) -> Fronts:
+        """The fronts of the last rung."""
+        return self.rungs[-1].fronts
+
+    @property
+    def failed(self) -> int:
+        """Candidates that failed for good, in all rungs."""
+        return sum(len(rung.failures) for rung in self.rungs)
+
+    @property
+    def lines(self) -> list[str]:
+        """The front's size and the hypervolumes, as a run prints them."""
+        return self.fronts.lines()
+
+    @property
+    def summary(self) -> str:
+        """The same as one line."""
+        return "; ".join(self.lines)
+
+
+def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None]) -> RungOutcome:
+    """Reads a rung's outcome from its study and its random control's, where there is one."""
+    constrained = bool(config.search.constraints)
+    found = [s.candidates(constrained=constrained) if s else [] for s in studies]
+    search, control = found[0], found[1] if len(found) > 1 else []
+    return RungOutcome(
+        tokens,
+        search,
+        control,
+        [failure for study in studies if study for failure in study.failures()],
+        Fronts.of(config.search.objectives, search, control, tokens),
+    )
+
+
+def read_outcome(config: RunConfig, run_dir: RunDir, shape: ModelShape) -> SearchOutcome:
+    """What the studies of a run hold so far, finished or not; rungs that have not begun are left out."""
+    storage = open_storage(config.search.storage or run_dir.storage)
+    rungs = []
+    for tokens in config.search.proxy_tokens:
+        names = (study_name(config, tokens), study_name(config, tokens, control=True))
+        studies = [find_study(storage, name, shape) for name in names]
+        if studies[0] is not None:
+            rungs.append(collect(config, tokens, studies))
+    return SearchOutcome(rungs)
+
+
+def write_outcome(run_dir: RunDir, outcome: SearchOutcome) -> None:
+    """Writes trials.json (every candidate of every rung), pareto.json and a file for each of its maps."""
+    run_dir.write_json(
+        "trials.json", {"schema": SCHEMA, "rungs": [rung.to_json() for rung in outcome.rungs]}
+    )
+    for old in (run_dir / "front").glob("*.json"):
+        old.unlink()
+    for point in outcome.fronts.points:
+        run_dir.write_json(f"front/{point.candidate}.json", point.head_map.to_json())
+    run_dir.write_json("pareto.json", outcome.fronts.to_json())

@@ -1,0 +1,89 @@
+"""Samplers by name. Each ask gets a fresh one, seeded from the run's seed and the candidate's number.
+
+A sampler that kept one random stream would replay its first points when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.trial import FrozenTrial, Trial
+
+VIOLATIONS = "constraints"
+"""User attribute with one number a constraint; a trial is feasible if it is there and none is positive."""
+
+_SETS_CONSTRAINTS = hasattr(Trial, "set_constraint")
+"""Optuna 5 keeps constraints in the trial; before, a sampler computes them by a function."""
+
+
+def derive_seed(seed: int, *parts: object) -> int:
+    """A 32-bit seed that depends on all arguments and is the same in every process."""
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def make_sampler(name: str, seed: int, *, trials: int, constrained: bool) -> BaseSampler:
+    """A fresh sampler. trials is the length of the whole study. Raises KeyError on an unknown name."""
+    options: dict[str, Any] = {"seed": seed}
+    if constrained and not _SETS_CONSTRAINTS:
+        options["constraints_func"] = recorded_violations
+    return SAMPLERS[name](trials, options)
+
+
+def _tpe(trials: int, options: dict[str, Any]) -> BaseSampler:
+    # Seeds count as start-up trials; constant_liar keeps parallel asks apart.
+    options |= {"n_startup_trials": min(10, max(1, trials // 4)), "constant_liar": True}
+    if not _SETS_CONSTRAINTS:
+        options["multivariate"] = True  # The only way from Optuna 5 on.
+    return TPESampler(**options)
+
+
+def _nsga2(trials: int, options: dict[str, Any]) -> BaseSampler:
+    # With the usual 50 a short study would end within its first, random generation.
+    return NSGAIISampler(population_size=min(50, max(4, trials // 6)), **options)
+
+
+def _random(trials: int, options: dict[str, Any]) -> BaseSampler:
+    options.pop("constraints_func", None)
+    return RandomSampler(**options)
+
+
+SAMPLERS: dict[str, Callable[[int, dict[str, Any]], BaseSampler]] = {
+    "tpe": _tpe,
+    "nsga2": _nsga2,
+    "random": _random,
+}
+
+
+def distributions(low: int, high: int) -> dict[str, BaseDistribution]:
+    """The parameters of space.Point for between low and high FA heads."""
+    return {
+        "fa_heads": IntDistribution(low, high),
+        "mix": FloatDistribution(0, 1),
+        "tilt": FloatDistribution(-1, 1),
+        "grouping": FloatDistribution(0, 1),
+    }
+
+
+def record_violations(trial: Trial, names: list[str], values: list[float]) -> None:
+    """Stores a trial's constraint values where this Optuna's samplers look for them, and for us."""
+    trial.set_user_attr(VIOLATIONS, values)
+    if _SETS_CONSTRAINTS:
+        for name, value in zip(names, values, strict=True):
+            trial.set_constraint(name, value)
+
+
+def recorded_violations(trial: FrozenTrial) -> list[float]:
+    """A trial's constraint values; infeasible where it ended before they were set."""
+    values: list[float] = trial.user_attrs.get(VIOLATIONS, [1.0])
+    return values
+
+
+def quiet_optuna() -> None:
+    """Leaves only Optuna's warnings: the driver reports each trial itself."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)

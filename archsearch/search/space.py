@@ -1,0 +1,223 @@
+"""The search space: four numbers that pick a head map, so that a study stays small whatever the model.
+
+A head map is the top `fa_heads` heads of a ranking, and three numbers shape the ranking: how much it
+follows causal scores or single-replacement KL, how it tilts over depth, and how far the heads of a KV
+group move together, which is what saves cache under GQA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from ..config import ConstraintConfig, CostConfig
+from ..cost import cache_bytes
+from ..errors import ConfigError
+from ..headmap import Head, HeadMap, ModelShape, Operator
+from .seeds import Table, ranks, top_heads
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "kl": (0, math.inf),
+    "top1_agreement": (0, 1),
+    "niah_single_nll": (0, math.inf),
+    "niah_single_match": (0, 1),
+    "niah_multi_nll": (0, math.inf),
+    "niah_multi_match": (0, 1),
+    "fa_share": (0, 1),
+}
+"""The values that each metric can take; those of cache_bytes depend on the model."""
+
+_TILTS = (0.0, -0.5, 0.5)
+_STEPS = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the space.
+
+    fa_heads: heads that stay full attention. mix: 0 ranks by causal score, 1 by single-replacement KL.
+    tilt: from -1 to 1, positive favours later layers. grouping: 1 ranks whole KV groups, 0 single heads.
+    """
+
+    fa_heads: int
+    mix: float
+    tilt: float = 0.0
+    grouping: float = 0.0
+
+    def params(self) -> dict[str, Any]:
+        """The point as the parameters of an Optuna trial."""
+        return asdict(self)
+
+
+class RankedSpace:
+    """Maps points to head maps for one model and its scores. Deterministic, no torch.
+
+    scores holds `causal` and `replacement_kl` as [layers][heads]. Raises ValueError where one is missing
+    or misshapen.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        scores: Mapping[str, Table],
+        constraints: Sequence[ConstraintConfig] = (),
+        cost: CostConfig | None = None,
+    ) -> None:
+        self.shape = shape
+        self.cost = cost or CostConfig()
+        self.constraints = tuple(constraints)
+        self._causal = self._ranks(scores, "causal")
+        self._damage = self._ranks(scores, "replacement_kl")
+
+    def _ranks(self, scores: Mapping[str, Table], name: str) -> dict[Head, float]:
+        table = scores.get(name)
+        if table is None or [len(row) for row in table] != [self.shape.num_heads] * len(table):
+            raise ValueError(f"space: {name} scores are missing or not [layers][heads]")
+        if len(table) != self.shape.num_layers:
+            raise ValueError(f"space: {name} scores have {len(table)} layers")
+        return ranks(table)
+
+    def fa_range(self) -> tuple[int, int]:
+        """The fewest and the most FA heads that a bound on fa_share allows."""
+        total = self.shape.total_heads
+        low, high = 0, total
+        for bound in self.constraints:
+            if bound.metric == "fa_share":
+                low = max(low, math.ceil((bound.min or 0) * total - 1e-9))
+                high = min(high, math.floor((1 if bound.max is None else bound.max) * total + 1e-9))
+        return low, high
+
+    def decode(self, point: Point) -> HeadMap:
+        """The head map of a point."""
+        shape, total = self.shape, self.shape.total_heads
+        table = [[0.0] * shape.num_heads for _ in range(shape.num_layers)]
+        for layer, head in shape.heads():
+            depth = layer / (shape.num_layers - 1) - 0.5 if shape.num_layers > 1 else 0.0
+            rank = (1 - point.mix) * self._causal[layer, head]
+            rank += point.mix * self._damage[layer, head]
+            table[layer][head] = rank + point.tilt * depth * total
+        if point.grouping:
+            for group in shape.groups():
+                mean = sum(table[layer][head] for layer, head in group) / len(group)
+                for layer, head in group:
+                    own = table[layer][head]
+                    table[layer][head] = own + point.grouping * (mean - own)
+        return HeadMap.from_full_heads(shape, self._top(table, point.fa_heads, point.grouping))
+
+    def _top(self, table: Table, count: int, grouping: float) -> list[Head]:
+        if grouping < 1:
+            return top_heads(table, count)
+        # Tied groups must not interleave, or each would keep its KV head for a part of its heads.
+        groups = sorted(self.shape.groups(), key=lambda group: -table[group[0][0]][group[0][1]])
+        return [head for group in groups for head in group][:count]
+
+    def encode(self, head_map: HeadMap) -> Point:
+        """The point of a coarse grid whose map shares most heads with head_map, exact where one does."""
+        wanted = head_map.full_heads()
+        grid = (
+            Point(len(wanted), mix, tilt, grouping)
+            for tilt in _TILTS
+            for grouping in _STEPS
+            for mix in _STEPS
+        )
+        best = max(grid, key=lambda point: len(wanted & self.decode(point).full_heads()))
+        low, high = self.fa_range()
+        return Point(min(max(best.fa_heads, low), high), best.mix, best.tilt, best.grouping)
+
+    def affordable(self, head_map: HeadMap) -> bool:
+        """Whether the map meets every bound that needs no evaluation."""
+        costs = analytic_costs(head_map, self.cost)
+        return all(
+            violation(bound, costs[bound.metric]) <= 0
+            for bound in self.constraints
+            if bound.metric in costs
+        )
+
+    def nearest(self, point: Point, allowed: Callable[[HeadMap], bool], rng: Random) -> HeadMap:
+        """The map nearest to point that allowed takes: by moving fa_heads, else by flipping heads.
+
+        Raises ConfigError where none is found: the space is exhausted or the bounds leave nothing.
+        """
+        for candidate in self._neighbours(point, rng):
+            if allowed(candidate):
+                return candidate
+        raise ConfigError(
+            "search.trials: no head map is left that is new and meets search.constraints; "
+            "lower trials or relax the constraints"
+        )
+
+    def _neighbours(self, point: Point, rng: Random) -> Iterator[HeadMap]:
+        low, high = self.fa_range()
+        for count in sorted(range(low, high + 1), key=lambda n: (abs(n - point.fa_heads), n)):
+            yield self.decode(Point(count, point.mix, point.tilt, point.grouping))
+        base, heads = self.decode(point), self.shape.heads()
+        for flips in range(1, len(heads) + 1):
+            for _ in range(8):
+                yield flip(base, rng.sample(heads, flips))
+        for _ in range(256):
+            yield random_map(self.shape, rng, low, high)
+
+
+def flip(head_map: HeadMap, heads: Sequence[Head]) -> HeadMap:
+    """A copy in which the given heads change between FA and GDN."""
+    full = head_map.full_heads()
+    return HeadMap.from_full_heads(head_map.model, full ^ frozenset(heads))
+
+
+def random_map(shape: ModelShape, rng: Random, low: int, high: int) -> HeadMap:
+    """A random number of FA heads from low to high, at random places."""
+    return HeadMap.from_full_heads(shape, rng.sample(shape.heads(), rng.randint(low, high)))
+
+
+def analytic_costs(head_map: HeadMap, cost: CostConfig) -> dict[str, float]:
+    """The metrics that follow from the map alone."""
+    stored = cache_bytes(head_map, cost.context, element_bytes=cost.element_bytes)
+    return {"fa_share": head_map.fa_share, "cache_bytes": float(stored)}
+
+
+def violation(bound: ConstraintConfig, value: float) -> float:
+    """How far value lies outside the bound; 0 or less is within it."""
+    below = -math.inf if bound.min is None else bound.min - value
+    above = -math.inf if bound.max is None else value - bound.max
+    return max(below, above)
+
+
+def check_constraints(
+    constraints: Sequence[ConstraintConfig], shape: ModelShape, cost: CostConfig
+) -> None:
+    """Raises ConfigError where no head map can meet a bound; says the nearest value that one can."""
+    for index, bound in enumerate(constraints):
+        field = f"search.constraints[{index}]"
+        if bound.min is not None and bound.max is not None and bound.min > bound.max:
+            raise ConfigError(f"{field}: min {bound.min:g} is above max {bound.max:g}")
+        low, high = (
+            _cache_range(shape, cost) if bound.metric == "cache_bytes" else BOUNDS[bound.metric]
+        )
+        if bound.max is not None and bound.max < low:
+            raise ConfigError(
+                f"{field}.max: no head map has {bound.metric} {bound.max:.10g} or less; "
+                f"the smallest feasible value is {low:.10g}"
+            )
+        if bound.min is not None and bound.min > high:
+            raise ConfigError(
+                f"{field}.min: no head map has {bound.metric} {bound.min:.10g} or more; "
+                f"the largest feasible value is {high:.10g}"
+            )
+
+
+def _cache_range(shape: ModelShape, cost: CostConfig) -> tuple[float, float]:
+    """The smallest and the largest cache_bytes of any map of FA and GDN heads.
+
+    The cost is a sum over KV groups, and within a group it is extreme for no, one or all FA heads.
+    """
+    one_each = [group[0] for group in shape.groups()]
+    maps = [
+        HeadMap.uniform(shape, Operator.GDN),
+        HeadMap.uniform(shape, Operator.FULL),
+        HeadMap.from_full_heads(shape, one_each),
+    ]
+    values = [analytic_costs(head_map, cost)["cache_bytes"] for head_map in maps]
+    return min(values), max(values)

@@ -1,0 +1,212 @@
+"""One Optuna study a rung: opening it safely, writing trials in steps that survive a kill, reading them back."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import BaseStorage, RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from ..config import RunConfig
+from ..errors import ConfigError, EnvironmentFault
+from ..headmap import HeadMap, ModelShape
+from ..rundir import RESUMABLE, differences, network_file_system
+from .front import SEARCH, Candidate
+from .samplers import recorded_violations
+
+ORPHANED = "orphaned"
+INTERRUPTED = "interrupted"
+LOCK_SECONDS = 60
+"""How long a write waits for a reader, such as the dashboard, to let go of an SQLite file."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A candidate that has no result after its last try."""
+
+    candidate: int
+    method: str
+    reason: str
+
+
+def study_name(config: RunConfig, tokens: int, *, control: bool = False) -> str:
+    """The name of a rung's study, or of its random control's."""
+    return f"{config.name}{'-random' if control else ''}@{tokens}"
+
+
+def open_storage(url: str) -> BaseStorage:
+    """The storage at an Optuna URL.
+
+    Raises ConfigError where the URL is none, EnvironmentFault where the database is damaged or out of reach;
+    a damaged file is left as it is.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise ConfigError(f"search.storage: {url!r} is no storage URL") from error
+    options: dict[str, Any] = {}
+    if parsed.get_backend_name() == "sqlite" and parsed.database:
+        _prepare_sqlite(Path(parsed.database))
+        options = {"connect_args": {"timeout": LOCK_SECONDS}}
+    shown = parsed.render_as_string(hide_password=True)
+    try:
+        return RDBStorage(url, engine_kwargs=options)
+    except (SQLAlchemyError, ImportError, RuntimeError) as error:
+        cause = str(getattr(error, "orig", None) or error).splitlines()[0]
+        raise EnvironmentFault(f"search.storage: {shown} cannot be opened: {cause}") from error
+
+
+def _prepare_sqlite(path: Path) -> None:
+    """Checks an existing file, and lets readers look on while we write."""
+    if not path.parent.is_dir():
+        raise EnvironmentFault(f"{path}: its folder does not exist")
+    fresh = not path.exists() or path.stat().st_size == 0
+    try:
+        with sqlite3.connect(path, timeout=LOCK_SECONDS) as connection:
+            if not fresh:
+                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                if verdict != "ok":
+                    raise sqlite3.DatabaseError(verdict)
+            # A write-ahead log needs shared memory, which network file systems lack.
+            if network_file_system(path) is None:
+                connection.execute("PRAGMA journal_mode=WAL")
+        connection.close()
+    except sqlite3.OperationalError as error:
+        raise EnvironmentFault(f"{path}: {error}; another process may hold it") from error
+    except sqlite3.DatabaseError as error:
+        raise EnvironmentFault(
+            f"{path}: damaged or no SQLite database ({error}); nothing was changed. The other files of the "
+            "run are not touched by this: move the database away to search anew with them, or save its "
+            f"trials with `sqlite3 {path.name} .recover`"
+        ) from error
+
+
+def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Study:
+    """Creates or loads a study. Raises ConfigError where it belongs to a search with another config."""
+    objectives = config.search.objectives
+    study = optuna.create_study(
+        storage=storage,
+        study_name=name,
+        directions=[objective.direction for objective in objectives],
+        load_if_exists=True,
+    )
+    described = json.loads(config.model_dump_json(by_alias=True))
+    stored = study.user_attrs.get("config")
+    if stored is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            study.set_metric_names([objective.metric for objective in objectives])
+        study.set_user_attr("config", described)
+        return study
+    changes = {
+        key: pair
+        for key, pair in differences(stored, described).items()
+        if not key.startswith((*RESUMABLE, "search.storage"))
+    }
+    if changes:
+        listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
+        raise ConfigError(
+            f"study {name} exists and was made with another config ({listed}). Choose another `name`, or "
+            "another search.storage; the old study stays as it is"
+        )
+    return study
+
+
+def find_study(storage: BaseStorage, name: str, shape: ModelShape) -> RungStudy | None:
+    """A study that exists, for reading; None where there is none of that name."""
+    try:
+        return RungStudy(optuna.load_study(study_name=name, storage=storage), storage, shape)
+    except KeyError:
+        return None
+
+
+class RungStudy:
+    """A study together with the shape that its head maps belong to."""
+
+    def __init__(self, study: optuna.Study, storage: BaseStorage, shape: ModelShape) -> None:
+        self.study = study
+        self.storage = storage
+        self.shape = shape
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials, not to be changed."""
+        return self.study.get_trials(deepcopy=False)
+
+    def attempts(self) -> dict[int, list[FrozenTrial]]:
+        """The trials of each candidate, oldest first."""
+        found: dict[int, list[FrozenTrial]] = defaultdict(list)
+        for trial in self.trials():
+            if "candidate" in trial.user_attrs:
+                found[trial.user_attrs["candidate"]].append(trial)
+        return dict(found)
+
+    def close_open_trials(self, reason: str) -> list[FrozenTrial]:
+        """Ends every trial that is not finished as FAIL; nothing runs any more. Returns them."""
+        while any(trial.state == TrialState.WAITING for trial in self.trials()):
+            self.study.ask()  # Turns the waiting one, which cannot be told, into a running one.
+        left = [trial for trial in self.trials() if trial.state == TrialState.RUNNING]
+        for trial in left:
+            # Straight to the storage: building a Trial object would make the sampler propose anew.
+            self.storage.set_trial_user_attr(trial._trial_id, "reason", reason)
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        return left
+
+    def head_map(self, trial: FrozenTrial) -> HeadMap:
+        """The map that a trial evaluated."""
+        return HeadMap(self.shape, tuple(trial.user_attrs["head_map"].split("/")))
+
+    def candidates(self, *, constrained: bool) -> list[Candidate]:
+        """Every candidate with a result."""
+        found = []
+        for number, trials in sorted(self.attempts().items()):
+            done = [t for t in trials if t.state == TrialState.COMPLETE]
+            if done:
+                attributes = done[0].user_attrs
+                feasible = not constrained or max(recorded_violations(done[0])) <= 0
+                found.append(
+                    Candidate(
+                        number,
+                        attributes.get("method", SEARCH),
+                        attributes["metrics"],
+                        self.head_map(done[0]),
+                        feasible,
+                        done[0].number,
+                        tuple(attributes.get("also", ())),
+                    )
+                )
+        return found
+
+    def failures(self) -> list[Failure]:
+        """Every candidate whose tries all failed or were pruned."""
+        return [
+            Failure(number, last.user_attrs["method"], last.user_attrs.get("reason", "unknown"))
+            for number, (*_, last) in sorted(self.attempts().items())
+            if last.state in (TrialState.FAIL, TrialState.PRUNED)
+        ]
+
+
+def head_map_text(head_map: HeadMap) -> str:
+    """The form of a map in user attributes: its rows joined by slashes."""
+    return "/".join(head_map.layers)
+
+
+def describe_trials(trials: Sequence[FrozenTrial]) -> str:
+    """Names trials for a message: candidates where they are known."""
+    names = [
+        f"candidate {t.user_attrs['candidate']}"
+        if "candidate" in t.user_attrs
+        else f"trial {t.number}"
+        for t in trials
+    ]
+    return ", ".join(names)

@@ -1,0 +1,281 @@
+"""The worker of the search: cuts a candidate out of the supernet, distils it if asked, and measures it.
+
+A worker is built once a process from a plain payload and reads the rest from the run directory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..attention.modeling_hydrahead import HydraHeadForCausalLM
+from ..config import RunConfig
+from ..cost import cache_bytes
+from ..data.corpora import training_batches
+from ..data.niah import KINDS, Probe, make_probes, retrieval_rows
+from ..errors import EnvironmentFault
+from ..evaluation.divergence import TeacherReference, divergence
+from ..evaluation.retrieval import retrieval
+from ..headmap import HeadMap
+from ..models.cut import cut
+from ..models.supernet import Supernet
+from ..models.teacher import Teacher, load_teacher
+from ..training.distill import distill, trainable_parameters
+from ..training.loop import NonFiniteLoss
+from .records import TrialResult, TrialSpec
+
+TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
+SUPERNET_FILE = "supernet.safetensors"
+
+PROBE_SEED = 7_000_003
+"""Offset of the evaluation probes' seed from the run's, so that scores and trials use other prompts."""
+
+EVALUATION_TOKENS = {"cpu": 4096, "cuda": 65_536}
+"""Most tokens of one evaluation forward, by device."""
+
+NON_FINITE = "non-finite"
+DEVICE_MEMORY, HOST_MEMORY = "out of memory", "host out of memory"
+
+
+class TrialWorker:
+    """Evaluates TrialSpecs: `TrialWorker(payload)(spec)` answers a TrialResult.
+
+    payload: {"config": RunConfig as JSON data, "run_dir": path}. From the run directory come the
+    held-out tokens, the supernet and, for proxies with tokens, the training tokens.
+    """
+
+    def __init__(self, payload: dict[str, Any]) -> None:
+        """Loads teacher, supernet and prompts. Raises ConfigError or EnvironmentFault where one is missing."""
+        self.config = _read_config(payload["config"])
+        self.run_dir = Path(payload["run_dir"])
+        self.teacher = load_teacher(self.config.teacher)
+        self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher)
+        self._tokens = EVALUATION_TOKENS[self.teacher.device.type]
+        heldout = torch.from_numpy(_read_tokens(self.run_dir / HELDOUT_FILE).astype(np.int64))
+        self._reference = TeacherReference(self.teacher, heldout, batch_tokens=self._tokens)
+        self._probes = evaluation_probes(self.teacher, self.config)
+        self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
+
+    def __call__(self, spec: TrialSpec) -> TrialResult:
+        """Evaluates one candidate. The same spec gives the same metrics.
+
+        Too little memory, and values that are not finite, come back as a failed result; its spec is kept
+        in trials/*.failed.json for replay. Anything else is raised.
+        """
+        started = time.monotonic()
+        torch.manual_seed(spec.seed)
+        reason: str | None = None
+        metrics: dict[str, float] = {}
+        tokens = 0
+        try:
+            metrics, tokens = self._evaluate(spec)
+        except NonFiniteLoss as error:
+            reason = f"{NON_FINITE}: {error}"
+        except torch.OutOfMemoryError as error:
+            reason = f"{DEVICE_MEMORY}: {_first_line(error)}"
+        except (MemoryError, RuntimeError) as error:
+            if not _is_host_memory(error):
+                raise
+            reason = f"{HOST_MEMORY}: {_first_line(error)}"
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            reason = f"{NON_FINITE}: {', '.join(bad)}"
+            metrics = {name: value for name, value in metrics.items() if name not in bad}
+        if reason is not None:
+            self._keep_for_replay(spec, reason)
+        return TrialResult(
+            candidate=spec.candidate,
+            status="ok" if reason is None else "failed",
+            reason=reason,
+            metrics=metrics,
+            tokens=tokens,
+            seconds=time.monotonic() - started,
+        )
+
+    def _evaluate(self, spec: TrialSpec) -> tuple[dict[str, float], int]:
+        """All metrics, and the distillation tokens spent."""
+        head_map = HeadMap.from_json(spec.head_map)
+        # An all-FA candidate is the teacher: its gradients are rounding noise, which Adam blows up.
+        distils = spec.proxy_tokens > 0 and head_map.fa_share < 1
+        try:
+            student = cut(self.teacher, self.supernet, head_map, copy=distils)
+            tokens = self._distil(student, spec) if distils else 0
+            metrics = divergence(student, self._reference)
+            metrics |= retrieval(student, self._probes, batch_tokens=self._tokens)
+        finally:
+            student = None  # type: ignore[assignment]
+            self._free_memory()
+        cost = self.config.cost
+        num_bytes = cache_bytes(head_map, cost.context, element_bytes=cost.element_bytes)
+        metrics |= {"fa_share": head_map.fa_share, "cache_bytes": float(num_bytes)}
+        missing = set(spec.metrics) - set(metrics)
+        assert not missing, f"no such metrics: {sorted(missing)}"
+        return metrics, tokens
+
+    def _distil(self, student: HydraHeadForCausalLM, spec: TrialSpec) -> int:
+        """Trains the student up to spec.proxy_tokens, those of its parent included, and saves it."""
+        config = self.config.distill
+        done = load_trained(student, Path(spec.parent)) if spec.parent is not None else 0
+        sequences = max(1, config.batch_tokens // self.config.data.sequence_length)
+        start_step = round(done / (sequences * self.config.data.sequence_length))
+        result = distill(
+            student,
+            self.teacher,
+            partial(self._batches, sequences),
+            tokens=max(0, spec.proxy_tokens - done),
+            config=config,
+            start_step=start_step,
+        )
+        total = done + result.tokens
+        save_trained(student, trained_path(self.run_dir, spec), self.config, spec, total)
+        return result.tokens
+
+    def _batches(self, sequences: int, start_step: int) -> Iterator[Tensor]:
+        """The distillation's batches: the same for every candidate, so that none is lucky."""
+        if self._train is None:
+            self._train = self._read_train()
+        text, rows = self._train
+        return training_batches(
+            text,
+            rows,
+            niah_share=self.config.data.niah_share if rows is not None else 0.0,
+            batch_sequences=sequences,
+            seed=self.config.seed,
+            start_step=start_step,
+        )
+
+    def _read_train(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        text = _read_tokens(self.run_dir / TRAIN_FILE)
+        share, path = self.config.data.niah_share, self.run_dir / RETRIEVAL_FILE
+        if share <= 0:
+            return text, None
+        if path.exists():
+            return text, _read_tokens(path)
+        most = max(self.config.search.proxy_tokens) // text.shape[1] + 1
+        rows = retrieval_rows(
+            self.teacher.tokenizer,
+            max(1, round(share * most)),
+            text.shape[1],
+            keys=self.config.probes.multi_keys,
+            digits=self.config.probes.digits,
+            seed=self.config.seed,
+        )
+        return text, rows
+
+    def _free_memory(self) -> None:
+        gc.collect()
+        if self.teacher.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _keep_for_replay(self, spec: TrialSpec, reason: str) -> None:
+        path = trained_path(self.run_dir, spec).with_suffix(".failed.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"reason": reason, "spec": spec.to_json()}, indent=1) + "\n")
+
+
+def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
+    """The retrieval prompts of every trial: each kind at each context, disjoint from the scores'."""
+    probes = config.probes
+    return [
+        probe
+        for context in probes.contexts
+        for kind in KINDS
+        for probe in make_probes(
+            teacher.tokenizer,
+            kind,
+            probes.prompts,
+            context,
+            keys=probes.multi_keys,
+            digits=probes.digits,
+            seed=config.seed + PROBE_SEED,
+        )
+    ]
+
+
+def trained_path(run_dir: Path, spec: TrialSpec) -> Path:
+    """Where a distilled candidate's weights lie; the control study counts its candidates by itself."""
+    control = "random-" if spec.method == "random-control" else ""
+    return run_dir / "trials" / f"{control}{spec.candidate}-{spec.proxy_tokens}.safetensors"
+
+
+def save_trained(
+    student: HydraHeadForCausalLM, path: Path, config: RunConfig, spec: TrialSpec, tokens: int
+) -> None:
+    """Rounds the trained parameters to fp16 in place and stores them: what is measured is what is stored.
+
+    Raises NonFiniteLoss where one is not finite, or too large for fp16.
+    """
+    tensors = {}
+    for name, parameter in trainable_parameters(student, config.distill).items():
+        half = parameter.detach().half()
+        if not bool(torch.isfinite(half).all()):
+            raise NonFiniteLoss(f"{name} is not finite in fp16 after distillation")
+        parameter.data.copy_(half)
+        tensors[name] = half.contiguous()
+    metadata = {"schema": "1", "tokens": str(tokens), "head_map": json.dumps(spec.head_map)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_trained(student: HydraHeadForCausalLM, path: Path) -> int:
+    """Puts weights stored by save_trained into a student cut (copy=True) from the same head map.
+
+    Returns the distillation tokens behind them. Raises EnvironmentFault where the file is missing,
+    damaged, or of another head map.
+    """
+    parameters = dict(student.named_parameters())
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            layers = json.loads(metadata["head_map"])["layers"]
+            if layers != student.config.head_map:
+                raise EnvironmentFault(f"{path}: the weights of another head map")
+            with torch.no_grad():
+                for name in file.keys():  # noqa: SIM118
+                    parameters[name].copy_(file.get_tensor(name))
+            return int(metadata["tokens"])
+    except EnvironmentFault:
+        raise
+    except Exception as error:  # safetensors raises many kinds, all of which mean a bad file
+        raise EnvironmentFault(f"{path}: cannot be read ({error!r})") from error
+
+
+def _read_config(data: dict[str, Any]) -> RunConfig:
+    fields = dict(data)
+    if "schema_" in fields:
+        fields["schema"] = fields.pop("schema_")
+    return RunConfig.model_validate(fields)
+
+
+def _read_tokens(path: Path) -> NDArray[Any]:
+    try:
+        tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise EnvironmentFault(f"{path}: cannot be read ({error})") from error
+    return tokens
+
+
+def _is_host_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,102 @@
+"""Retrieval metrics: exact match is greedy decoding, and padding is invisible."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from archsearch.data.niah import Probe
+from archsearch.evaluation.retrieval import batches, retrieval
+from archsearch.models.teacher import Teacher
+from tests.random_models import random_probes, random_teacher
+
+
+def greedy(teacher: Teacher, prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(length):
+            logits = teacher.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+def mixed_probes(teacher: Teacher) -> list[Probe]:
+    """Probes of both kinds, several lengths; every second answer is what the teacher decodes."""
+    probes = []
+    for index, length in enumerate((20, 31, 24, 20, 27, 20)):
+        kind = "single" if index % 3 else "multi"
+        [probe] = random_probes(1, kind=kind, length=length, seed=index)
+        if index % 2:
+            probe = replace(probe, answer=greedy(teacher, probe.prompt, len(probe.answer)))
+        probes.append(probe)
+    return probes
+
+
+def nll(teacher: Teacher, probe: Probe) -> list[float]:
+    """Nats of each answer token, one probe at a time without padding."""
+    ids = torch.tensor([probe.prompt + probe.answer])
+    with torch.no_grad():
+        log_p = teacher.model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+    start = len(probe.prompt) - 1
+    return [-float(log_p[start + j, token]) for j, token in enumerate(probe.answer)]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 70, 10**6])
+def test_match_is_greedy_decoding_and_nll_is_unpadded(batch_tokens: int) -> None:
+    teacher = random_teacher("qwen3")
+    probes = mixed_probes(teacher)
+    found = retrieval(teacher.model, probes, batch_tokens=batch_tokens)
+    for kind in ("single", "multi"):
+        own = [probe for probe in probes if probe.kind == kind]
+        hits = [greedy(teacher, p.prompt, len(p.answer)) == p.answer for p in own]
+        nats = [value for probe in own for value in nll(teacher, probe)]
+        assert 0 < sum(hits) < len(hits)
+        assert found[f"niah_{kind}_match"] == sum(hits) / len(hits)
+        assert found[f"niah_{kind}_nll"] == pytest.approx(sum(nats) / len(nats), abs=1e-4)
+
+
+def test_generate_agrees_with_match() -> None:
+    teacher = random_teacher()
+    [probe] = random_probes(1)
+    ids = torch.tensor([probe.prompt])
+    out = teacher.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0
+    )
+    decoded = replace(probe, answer=tuple(out[0, len(probe.prompt) :].tolist()))
+    assert retrieval(teacher.model, [decoded])["niah_single_match"] == 1.0
+
+
+def test_answers_of_unequal_length_share_a_batch() -> None:
+    teacher = random_teacher()
+    probes = [*random_probes(1, answer=2), *random_probes(1, answer=5, seed=1)]
+    found = retrieval(teacher.model, probes)
+    nats = [value for probe in probes for value in nll(teacher, probe)]
+    assert len(nats) == 7
+    assert found["niah_single_nll"] == pytest.approx(sum(nats) / 7, abs=1e-4)
+
+
+def test_only_kinds_that_are_there_are_reported() -> None:
+    teacher = random_teacher()
+    assert set(retrieval(teacher.model, random_probes(1))) == {
+        "niah_single_nll",
+        "niah_single_match",
+    }
+    assert retrieval(teacher.model, []) == {}
+
+
+def test_a_broken_model_has_nan_likelihood_and_no_match() -> None:
+    teacher = random_teacher()
+    with torch.no_grad():
+        teacher.model.model.norm.weight.fill_(math.nan)
+    found = retrieval(teacher.model, random_probes(2))
+    assert math.isnan(found["niah_single_nll"])
+    assert found["niah_single_match"] == 0.0
+
+
+def test_batches_stay_within_the_tokens() -> None:
+    probes = [p for length in (10, 30, 20, 11) for p in random_probes(1, length=length)]
+    groups = list(batches(probes, 50))
+    assert [[len(p.prompt) for p in group] for group in groups] == [[10, 11], [20], [30]]

@@ -1,0 +1,125 @@
+"""A run without a model: head maps get made-up metrics, and some fail in known ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from archsearch.config import RunConfig
+from archsearch.cost import cache_bytes
+from archsearch.execution.serial import SerialExecutor
+from archsearch.headmap import HeadMap, ModelShape
+from archsearch.rundir import RunDir
+from archsearch.search.driver import run_search
+from archsearch.search.outcome import SearchOutcome
+from archsearch.search.records import TrialResult, TrialSpec
+
+SHAPE = ModelShape("qwen3", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16)
+CAUSAL = [[(7 * layer + 3 * head) % 11 / 10 for head in range(4)] for layer in range(4)]
+DAMAGE = [[(5 * layer + 9 * head) % 13 / 10 for head in range(4)] for layer in range(4)]
+SCORES = {"causal": CAUSAL, "replacement_kl": DAMAGE}
+
+
+def fake_config(**search: Any) -> RunConfig:
+    """A config for 12 trials of one rung; keywords set fields of its search section."""
+    data = {
+        "schema": 1,
+        "name": "fake",
+        "teacher": {"source": "none"},
+        "search": {
+            "trials": 12,
+            "seeds": {"methods": ["all_full", "all_gdn", "causal", "random"], "fa_shares": [0.25]},
+            "random_control": False,
+            **search,
+        },
+    }
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+class FakeWorker:
+    """Metrics by formula. The payload may name candidates that fail: {"faults": {"3": ["raise"]}}.
+
+    Every call is a line of the payload's log; the n-th try of a candidate takes the n-th fault of its list.
+    """
+
+    def __init__(self, payload: dict[str, Any]) -> None:
+        self.faults = payload.get("faults", {})
+        self.log = Path(payload["log"])
+        self.seconds = payload.get("seconds", 0)
+
+    def __call__(self, spec: TrialSpec) -> TrialResult:
+        earlier = [call for call in read_log(self.log) if call["candidate"] == spec.candidate]
+        with self.log.open("a") as file:
+            file.write(json.dumps(spec.to_json()) + "\n")
+        time.sleep(self.seconds)
+        faults = self.faults.get(str(spec.candidate), [])
+        fault = faults[len(earlier)] if len(earlier) < len(faults) else None
+        metrics = fake_metrics(HeadMap.from_json(spec.head_map), spec.proxy_tokens)
+        match fault:
+            case "raise":
+                raise ValueError("broken")
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "nan":
+                metrics["kl"] = float("nan")
+            case "missing":
+                del metrics["kl"]
+            case "memory":
+                return TrialResult(spec.candidate, "failed", "out of memory: 3 GiB")
+            case "pruned":
+                return TrialResult(spec.candidate, "pruned", "worse than half of its rung")
+        return TrialResult(spec.candidate, "ok", None, metrics, spec.proxy_tokens, 0.5)
+
+
+def fake_metrics(head_map: HeadMap, tokens: int) -> dict[str, float]:
+    """KL falls with the scores of the heads that are kept and with training."""
+    full = head_map.full_heads()
+    lost = sum(
+        CAUSAL[layer][head] + DAMAGE[layer][head]
+        for layer, head in SHAPE.heads()
+        if (layer, head) not in full
+    )
+    return {
+        "kl": lost / (1 + tokens / 100),
+        "top1_agreement": 1 / (1 + lost),
+        "niah_single_nll": lost / 2,
+        "niah_single_match": 1.0,
+        "niah_multi_nll": lost,
+        "niah_multi_match": 0.5,
+        "fa_share": head_map.fa_share,
+        "cache_bytes": float(cache_bytes(head_map, 32_768)),
+    }
+
+
+def fake_search(
+    config: RunConfig, folder: Path, *, said: list[str] | None = None, **payload: Any
+) -> SearchOutcome:
+    """Runs the search with the fake worker in this process."""
+    with RunDir(folder) as run_dir:
+        run_dir.freeze_config(config)
+        return run_search(
+            config,
+            run_dir,
+            SHAPE,
+            SCORES,
+            say=said.append if said is not None else print,
+            make_executor=lambda: SerialExecutor(
+                FakeWorker, {"log": str(folder / "calls.jsonl"), **payload}
+            ),
+        )
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The specs that workers were called with, oldest first."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    # A driver in a process of its own, to be killed: python -m tests.search.fakes FOLDER SEARCH PAYLOAD
+    _, where, search_json, payload_json = sys.argv
+    fake_search(fake_config(**json.loads(search_json)), Path(where), **json.loads(payload_json))

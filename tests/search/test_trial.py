@@ -1,0 +1,219 @@
+"""The worker: all metrics, the same each time; a distilled candidate is what its file says; faults are labelled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from archsearch.config import GdnConfig, RunConfig
+from archsearch.cost import cache_bytes
+from archsearch.data.niah import retrieval_rows
+from archsearch.errors import EnvironmentFault
+from archsearch.evaluation.divergence import divergence
+from archsearch.headmap import HeadMap, ModelShape, Operator
+from archsearch.models.cut import cut
+from archsearch.models.supernet import Supernet
+from archsearch.models.teacher import byte_tokenizer, load_teacher
+from archsearch.search import trial
+from archsearch.search.records import TrialResult, TrialSpec
+from archsearch.search.trial import TrialWorker, load_trained, trained_path
+
+LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def payload(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run directory with all that a worker reads, around a random teacher on disk."""
+    run_dir = tmp_path_factory.mktemp("run")
+    source = run_dir / "teacher"
+    tokenizer = byte_tokenizer()
+    hf_config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(hf_config).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    config = {
+        "schema": 1,
+        "name": "trial-test",
+        "teacher": {"source": str(source), "device": "cpu"},
+        "data": {"sequence_length": LENGTH, "heldout_sequences": 2, "niah_share": 0.5},
+        "probes": {"contexts": [LENGTH], "multi_keys": 2, "digits": 3, "prompts": 2},
+        "search": {"proxy_tokens": [0, 4 * LENGTH]},
+        "distill": {"batch_tokens": 2 * LENGTH, "learning_rate": 1e-3},
+    }
+    teacher = load_teacher(RunConfig.model_validate(config).teacher)
+    rng = np.random.default_rng(0)
+    rows = rng.integers(len(tokenizer), size=(6, LENGTH), dtype=np.uint16)
+    np.save(run_dir / "heldout.npy", rows[:2])
+    np.save(run_dir / "train.npy", rows[2:])
+    prompts = retrieval_rows(tokenizer, 4, LENGTH, keys=2, digits=3, seed=0)
+    np.save(run_dir / "retrieval.npy", prompts)
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    supernet.save(run_dir / "supernet.safetensors", teacher)
+    dumped = RunConfig.model_validate(config).model_dump(mode="json", by_alias=True)
+    return {"config": dumped, "run_dir": str(run_dir)}
+
+
+@pytest.fixture(scope="module")
+def worker(payload: dict[str, Any]) -> TrialWorker:
+    return TrialWorker(payload)
+
+
+def spec_of(*rows: str, tokens: int = 0, **fields: Any) -> TrialSpec:
+    shape = ModelShape("qwen3", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+    head_map = HeadMap(shape, rows).to_json()
+    return TrialSpec(candidate=3, head_map=head_map, proxy_tokens=tokens, **fields)
+
+
+def metrics_of(result: TrialResult) -> dict[str, float]:
+    assert result.status == "ok", result.reason
+    return result.metrics
+
+
+def test_reports_every_metric_and_the_cost(worker: TrialWorker) -> None:
+    spec = spec_of("FFGG", "GGFG")
+    result = worker(spec)
+    metrics = metrics_of(result)
+    assert set(metrics) == {
+        "kl",
+        "top1_agreement",
+        "niah_single_nll",
+        "niah_single_match",
+        "niah_multi_nll",
+        "niah_multi_match",
+        "fa_share",
+        "cache_bytes",
+    }
+    assert metrics["fa_share"] == 3 / 8
+    assert metrics["cache_bytes"] == cache_bytes(HeadMap.from_json(spec.head_map), 32_768)
+    assert result.tokens == 0
+    assert result.seconds > 0
+    assert TrialResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_the_teacher_itself_has_no_divergence_and_is_not_distilled(worker: TrialWorker) -> None:
+    result = worker(spec_of("FFFF", "FFFF", tokens=4 * LENGTH))
+    assert abs(metrics_of(result)["kl"]) < 1e-5
+    assert result.tokens == 0
+
+
+def test_same_spec_same_metrics_in_any_worker(worker: TrialWorker, payload: dict[str, Any]) -> None:
+    for tokens in (0, 2 * LENGTH):
+        spec = spec_of("FGGG", "GGGG", tokens=tokens, seed=5)
+        first = worker(spec)
+        # The alias, the random state and what ran before must not matter.
+        plain = RunConfig.model_validate(payload["config"]).model_dump()
+        other = TrialWorker({**payload, "config": plain})
+        torch.manual_seed(123)
+        assert metrics_of(other(spec)) == metrics_of(first)
+
+
+def test_a_distilled_candidate_is_what_its_file_says(worker: TrialWorker) -> None:
+    spec = spec_of("FGGG", "GGFG", tokens=4 * LENGTH)
+    before = metrics_of(worker(spec_of("FGGG", "GGFG")))
+    result = worker(spec)
+    assert result.tokens == 4 * LENGTH
+    assert metrics_of(result)["kl"] < before["kl"]
+    head_map = HeadMap.from_json(spec.head_map)
+    student = cut(worker.teacher, worker.supernet, head_map, copy=True)
+    assert load_trained(student, trained_path(worker.run_dir, spec)) == 4 * LENGTH
+    assert divergence(student, worker._reference)["kl"] == metrics_of(result)["kl"]
+
+
+def test_a_parent_is_continued(worker: TrialWorker) -> None:
+    short = spec_of("GGGG", "GGFG", tokens=2 * LENGTH)
+    first = metrics_of(worker(short))
+    longer = replace(
+        short, proxy_tokens=4 * LENGTH, parent=str(trained_path(worker.run_dir, short))
+    )
+    result = worker(longer)
+    assert result.tokens == 2 * LENGTH
+    assert metrics_of(result)["kl"] < first["kl"]
+
+
+def test_weights_of_another_map_are_refused(worker: TrialWorker) -> None:
+    spec = spec_of("GGGG", "GFGG", tokens=2 * LENGTH)
+    worker(spec)
+    other = HeadMap.uniform(worker.teacher.shape, Operator.GDN)
+    student = cut(worker.teacher, worker.supernet, other, copy=True)
+    with pytest.raises(EnvironmentFault, match="another head map"):
+        load_trained(student, trained_path(worker.run_dir, spec))
+
+
+def test_control_and_search_keep_their_files_apart(worker: TrialWorker) -> None:
+    spec = spec_of("GGGG", "GGGG", tokens=LENGTH)
+    control = replace(spec, method="random-control")
+    assert trained_path(Path("run"), spec) != trained_path(Path("run"), control)
+
+
+def test_nan_is_a_labelled_failure_kept_for_replay(
+    worker: TrialWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tokens in (0, 2 * LENGTH):
+        spec = spec_of("GGGG", "FFFF", tokens=tokens)
+        with monkeypatch.context() as patch:
+            broken = Supernet.migrated(worker.teacher, GdnConfig())
+            with torch.no_grad():
+                broken.twins[0].gamma[1] = torch.nan
+            patch.setattr(worker, "supernet", broken)
+            result = worker(spec)
+        assert result.status == "failed"
+        assert result.reason is not None
+        assert result.reason.startswith("non-finite")
+        assert "kl" not in result.metrics
+        path = trained_path(worker.run_dir, spec).with_suffix(".failed.json")
+        kept = json.loads(path.read_text())
+        assert TrialSpec.from_json(kept["spec"]) == spec
+        assert metrics_of(worker(spec))
+
+
+@pytest.mark.parametrize(
+    ("error", "label"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "out of memory: CUDA"),
+        (MemoryError("no room"), "host out of memory: no room"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "host out of memory"),
+    ],
+)
+def test_memory_faults_are_labelled(
+    worker: TrialWorker, monkeypatch: pytest.MonkeyPatch, error: Exception, label: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(trial, "divergence", fail)
+    result = worker(spec_of("GGGG", "GGGG"))
+    assert result.status == "failed"
+    assert result.reason is not None
+    assert result.reason.startswith(label)
+
+
+def test_other_faults_are_raised(worker: TrialWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(trial, "divergence", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        worker(spec_of("GGGG", "GGGG"))
+
+
+def test_a_missing_file_is_named(payload: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match=r"supernet\.safetensors"):
+        TrialWorker({**payload, "run_dir": str(tmp_path)})

@@ -1,0 +1,96 @@
+"""The command line: exit statuses and one-line errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from archsearch.cli import app
+
+runner = CliRunner()
+
+
+def call(*arguments: str | Path) -> tuple[int, str]:
+    result = runner.invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(run_config: Path, tmp_path: Path) -> None:
+    status, output = call("run", run_config, "--run-dir", tmp_path / "run", "--dry-run")
+    assert status == 0, output
+    for stage in ("teacher", "data", "supernet", "scores", "search", "report"):
+        assert stage in output
+    assert "10 trials" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_validate_names_the_family(run_config: Path) -> None:
+    status, output = call("validate", run_config)
+    assert status == 0
+    assert "valid" in output
+    assert "qwen3" in output
+
+
+def test_misspelt_key_is_status_2_and_one_line(run_config: Path) -> None:
+    run_config.write_text(run_config.read_text().replace("trials: 10", "trails: 10"))
+    status, output = call("validate", run_config)
+    assert status == 2
+    assert "trials" in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_unknown_override_is_status_2(run_config: Path) -> None:
+    assert call("validate", run_config, "--set", "search.nothing=1")[0] == 2
+
+
+def test_missing_teacher_is_status_3(run_config: Path) -> None:
+    status, output = call("validate", run_config, "--set", "teacher.source=./nowhere")
+    assert status == 3
+    assert "nowhere" in output
+
+
+def test_gpus_that_are_not_there_are_status_3(run_config: Path) -> None:
+    status, output = call("validate", run_config, "--set", "execution.gpus_per_worker=64")
+    assert status == 3
+    assert "64 GPUs" in output
+
+
+def test_constraint_that_no_map_meets_is_status_2_before_the_search(run_config: Path) -> None:
+    bound = "search.constraints=[{metric: cache_bytes, max: 10}]"
+    status, output = call("validate", run_config, "--set", bound)
+    assert status == 2
+    assert "smallest" in output
+
+
+def test_context_beyond_the_teacher_is_status_2(run_config: Path) -> None:
+    status, output = call("validate", run_config, "--set", "probes.contexts=[1024]")
+    assert status == 2
+    assert "256" in output
+
+
+def test_debug_shows_the_traceback(run_config: Path) -> None:
+    result = runner.invoke(
+        app, ["validate", str(run_config), "--set", "search.nothing=1", "--debug"]
+    )
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "ConfigError"
+
+
+def test_report_of_no_run_is_status_2(tmp_path: Path) -> None:
+    status, output = call("report", tmp_path)
+    assert status == 2
+    assert "run directory" in output
+
+
+@pytest.mark.parametrize("options", [[], ["--knee", "--candidate", "3"]])
+def test_export_needs_exactly_one_choice(tmp_path: Path, options: list[str]) -> None:
+    assert call("export", tmp_path, "--to", tmp_path / "out", *options)[0] == 2
+
+
+def test_doctor_finds_nothing_wrong_here() -> None:
+    status, output = call("doctor")
+    assert status == 0, output
+    assert "Gated DeltaNet" in output
+    assert "agrees with the fp32 reference" in output

@@ -1,0 +1,166 @@
+"""Alignment: it learns, it starts from a good place, it resumes exactly, it says when it breaks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from archsearch.config import GdnConfig, SupernetConfig
+from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.models.supernet import Supernet
+from archsearch.models.teacher import Teacher
+from archsearch.training.align import align
+from archsearch.training.calibrate import calibrate
+from archsearch.training.loop import BatchSource, NonFiniteLoss
+from archsearch.training.twin_error import measure_twins
+from tests.random_models import random_teacher, random_tokens
+
+STEPS, BATCH_TOKENS = 12, 8 * 48
+
+
+class Interrupted(Exception):
+    """Stands for a kill in the middle of a run."""
+
+
+def config_of(steps: int = STEPS, *, checkpoint_minutes: float = 1e-9) -> SupernetConfig:
+    return SupernetConfig(
+        tokens=steps * BATCH_TOKENS,
+        batch_tokens=BATCH_TOKENS,
+        learning_rate=3e-3,
+        warmup_steps=2,
+        checkpoint_minutes=checkpoint_minutes,
+    )
+
+
+def stopping(batches: BatchSource, after: int) -> BatchSource:
+    """The same batches, with an interruption in front of step `after`."""
+
+    def source(step: int) -> Iterator[Tensor]:
+        yield from itertools.islice(batches(step), after - step)
+        raise Interrupted
+
+    return source
+
+
+def test_error_falls_and_is_reported(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    heldout_NT = random_tokens(8, 48, seed=99)
+    calibrate(teacher, supernet, next(batches(0)))
+    calibrated = float(measure_twins(teacher, supernet, heldout_NT).relative_LH.mean())
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    calls: list[tuple[int, int]] = []
+    align(
+        teacher,
+        supernet,
+        batches,
+        config_of(120),
+        checkpoint=tmp_path / "align.safetensors",
+        heldout_NT=heldout_NT,
+        seed=3,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    metrics = supernet.meta["metrics"]
+    losses = [loss for _, loss in metrics["losses"]]
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+    assert metrics["error_mean"] < 0.9 * calibrated
+    assert calls[0] == (0, 120)
+    assert calls[-1] == (120, 120)
+    assert supernet.meta["tokens"] == 120 * BATCH_TOKENS
+    assert supernet.meta["seed"] == 3
+    relative_LH = measure_twins(teacher, supernet, heldout_NT).relative_LH
+    torch.testing.assert_close(torch.tensor(metrics["error_by_head"]), relative_LH)
+    assert metrics["error_median"] == pytest.approx(float(relative_LH.median()))
+    assert len(metrics["error_by_layer"]) == teacher.shape.num_layers
+    assert not any(parameter.requires_grad for parameter in supernet.parameters())
+
+
+def test_resumed_equals_uninterrupted(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    results = []
+    for name, stop in (("whole", None), ("early", 1), ("late", 7)):
+        checkpoint = tmp_path / f"{name}.safetensors"
+        arguments = {"checkpoint": checkpoint, "heldout_NT": random_tokens(2, 48)}
+        if stop is not None:
+            with pytest.raises(Interrupted):
+                align(
+                    teacher,
+                    Supernet.migrated(teacher, GdnConfig()),
+                    stopping(batches, stop),
+                    config_of(),
+                    **arguments,
+                )
+            assert checkpoint.exists()
+        supernet = Supernet.migrated(teacher, GdnConfig())
+        results.append(align(teacher, supernet, batches, config_of(), **arguments))
+    whole = results[0].state_dict()
+    for resumed in results[1:]:
+        for name, value in resumed.state_dict().items():
+            assert torch.equal(value, whole[name]), name
+        assert (
+            resumed.meta["metrics"]["error_by_head"] == results[0].meta["metrics"]["error_by_head"]
+        )
+
+
+def test_checkpoint_of_other_settings_is_refused(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    arguments = {"checkpoint": tmp_path / "align.safetensors", "heldout_NT": random_tokens(2, 48)}
+    align(teacher, Supernet.migrated(teacher, GdnConfig()), batches, config_of(2), **arguments)
+    with pytest.raises(ConfigError, match="other settings"):
+        align(teacher, Supernet.migrated(teacher, GdnConfig()), batches, config_of(3), **arguments)
+
+
+def test_damaged_checkpoint_is_named(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "align.safetensors"
+    checkpoint.write_bytes(b"no such thing")
+    with pytest.raises(EnvironmentFault, match=r"align\.safetensors"):
+        align(
+            teacher,
+            Supernet.migrated(teacher, GdnConfig()),
+            batches,
+            config_of(2),
+            checkpoint=checkpoint,
+            heldout_NT=random_tokens(2, 48),
+        )
+
+
+def test_nan_is_an_error_and_never_saved(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "align.safetensors"
+    config = config_of().model_copy(update={"learning_rate": 1e30})
+    with pytest.raises(NonFiniteLoss, match="not finite"):
+        align(
+            teacher,
+            Supernet.migrated(teacher, GdnConfig()),
+            batches,
+            config,
+            checkpoint=checkpoint,
+            heldout_NT=random_tokens(2, 48),
+        )
+
+
+def test_bf16_teacher_trains_fp32_twins(batches: BatchSource, tmp_path: Path) -> None:
+    half = random_teacher("qwen3", num_layers=2)
+    half = replace(half, model=half.model.to(torch.bfloat16))
+    supernet = align(
+        half,
+        Supernet.migrated(half, GdnConfig()),
+        batches,
+        config_of(4),
+        checkpoint=tmp_path / "align.safetensors",
+        heldout_NT=random_tokens(2, 48),
+    )
+    assert all(parameter.dtype == torch.float32 for parameter in supernet.parameters())
+    assert supernet.meta["metrics"]["error_median"] < 2

@@ -1,0 +1,109 @@
+"""The training loop by itself: rates, clipping, when it saves, what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from archsearch.training.loop import LossStep, NonFiniteLoss, Plan, TrainingState, train
+
+
+def linear_problem() -> tuple[nn.Parameter, LossStep]:
+    """A parameter, and the LossStep that pulls it to the batch's mean."""
+    parameter = nn.Parameter(torch.zeros(3))
+
+    def loss_step(batch: Tensor) -> Tensor:
+        loss = (parameter - batch.float().mean(0)).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    return parameter, loss_step
+
+
+def ones(step: int) -> Iterator[Tensor]:
+    return itertools.repeat(torch.ones(2, 3))
+
+
+def test_rate_warms_up_and_ends_at_its_final_share() -> None:
+    plan = Plan(steps=100, learning_rate=2.0, warmup_steps=10, final_share=0.1)
+    rates = [plan.rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[10] == pytest.approx(2.0)
+    assert rates[-1] == pytest.approx(0.2, abs=1e-2)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_warmup_takes_at_most_half_of_a_short_run() -> None:
+    plan = Plan(steps=4, learning_rate=1.0, warmup_steps=50)
+    assert plan.rate(1) == pytest.approx(1.0)
+    assert Plan(steps=1, learning_rate=1.0, warmup_steps=50).rate(0) == pytest.approx(1.0)
+
+
+def test_trains_and_logs_every_step_once() -> None:
+    parameter, loss_step = linear_problem()
+    state = TrainingState({"w": parameter})
+    train(state, Plan(steps=120, learning_rate=0.05), loss_step, ones)
+    assert state.step == 120
+    assert state.losses[-1][0] == 120
+    assert state.losses[-1][1] < 0.01 * state.losses[0][1]
+
+
+def test_saves_when_due_and_not_otherwise() -> None:
+    counts = []
+    for seconds in (0.0, math.inf):
+        parameter, loss_step = linear_problem()
+        saved: list[int] = []
+        train(
+            TrainingState({"w": parameter}),
+            Plan(steps=5, learning_rate=0.1),
+            loss_step,
+            ones,
+            save=lambda state, saved=saved: saved.append(state.step),
+            save_seconds=seconds,
+        )
+        counts.append(saved)
+    assert counts == [[1, 2, 3, 4, 5], []]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_batch_is_an_error_before_it_is_saved(value: float) -> None:
+    parameter, loss_step = linear_problem()
+    saved: list[int] = []
+    with pytest.raises(NonFiniteLoss, match=r"not finite between steps \d+ and \d+"):
+        train(
+            TrainingState({"w": parameter}),
+            Plan(steps=1000, learning_rate=0.1),
+            loss_step,
+            lambda step: itertools.chain(
+                itertools.islice(ones(0), 5), itertools.repeat(torch.full((2, 3), value))
+            ),
+            save=lambda state: saved.append(state.step),
+            save_seconds=0.0,
+        )
+    assert saved == [1, 2, 3, 4, 5]
+
+
+def test_groups_are_clipped_apart() -> None:
+    quiet, loud = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def loss_step(batch: Tensor) -> Tensor:
+        loss = 1e6 * loud.sum() + 0.5 * quiet.sum()
+        loss.backward()
+        return loss.detach()
+
+    state = TrainingState({"quiet": quiet, "loud": loud}, [[quiet], [loud]])
+    train(state, Plan(steps=1, learning_rate=0.1), loss_step, ones)
+    assert loud.grad is not None
+    assert quiet.grad is not None
+    assert float(loud.grad) == pytest.approx(1.0, abs=1e-3)
+    assert float(quiet.grad) == pytest.approx(0.5)
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter"):
+        TrainingState({})
