@@ -40,7 +40,9 @@ def export_candidate(
     provenance = _provenance(run_dir.load_config(), teacher, point, supernet_file)
     provenance["distillation_tokens"] = tokens
     export(model, teacher.tokenizer, head_map, directory, provenance)
-    metrics = ", ".join(f"{name} {quantity(name, value)}" for name, value in point["metrics"].items())
+    metrics = ", ".join(
+        f"{name} {quantity(name, value)}" for name, value in point["metrics"].items()
+    )
     return f"{directory}: candidate {point['candidate']} ({point['source']}), {metrics}"
 
 
@@ -61,11 +63,14 @@ def choose(
     if fa_share is not None:
         return _at_share(points, pareto["objectives"], fa_share)
     number = pareto["knee"] if candidate is None else candidate
-    for point in [*points, *pareto["seeds"]["points"]]:
+    seeds: list[dict[str, Any]] = pareto["seeds"]["points"]
+    for point in [*points, *seeds]:
         if point["candidate"] == number:
             return point
     allowed = ", ".join(str(point["candidate"]) for point in points)
-    raise ConfigError(f"--candidate {number}: not on the front of {run_dir.path}; allowed: {allowed}")
+    raise ConfigError(
+        f"--candidate {number}: not on the front of {run_dir.path}; allowed: {allowed}"
+    )
 
 
 def _at_share(

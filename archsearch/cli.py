@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -196,6 +197,7 @@ def main() -> None:
     """Entry point of the `archsearch` command."""
     # A polite kill ends like Ctrl-C, so that workers are shut down and the run can go on later.
     signal.signal(signal.SIGTERM, _interrupt)
+    logging.basicConfig(format="archsearch: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     app()
 

@@ -87,6 +87,8 @@ class DataConfig(Section):
     train: TextConfig = TextConfig()
     heldout: TextConfig = TextConfig()
     heldout_sequences: Positive = 8
+    max_train_sequences: Positive | None = None
+    """Most distinct training sequences to draw or read; longer training goes over them again."""
     niah_share: Share = 0.25
     """Share of the training sequences that are retrieval prompts instead of text."""
 

@@ -68,16 +68,16 @@ class _Reader:
 
     def parse(self, text: str, path: KeyPath = ()) -> Any:
         """Plain data of the one document in text. Raises ConfigError on anything but core YAML."""
-        loader = _CoreLoader(text)
         try:
+            loader = _CoreLoader(text)
             node = loader.get_single_node()
+            loader.dispose()
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line if error.problem_mark else 0
             raise ConfigError(f"{self._at(line)}: not YAML: {error.problem}") from error
         except yaml.YAMLError as error:
-            raise ConfigError(f"{self._at(0)}: not YAML: {error}") from error
-        finally:
-            loader.dispose()
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{self._at(0)}: not YAML: {reason}") from error
         return None if node is None else self._build(node, path)
 
     def _at(self, line: int) -> str:
@@ -230,10 +230,10 @@ def _problem(detail: ErrorDetails) -> str:
 def _bound(kind: str, context: Mapping[str, Any]) -> str:
     """What a pydantic bound allows, or "" where the kind of error is no bound."""
     bounds = {
-        "greater_than_equal": "{ge} or more",
-        "greater_than": "more than {gt}",
-        "less_than_equal": "{le} or less",
-        "less_than": "less than {lt}",
+        "greater_than_equal": "{ge:g} or more",
+        "greater_than": "more than {gt:g}",
+        "less_than_equal": "{le:g} or less",
+        "less_than": "less than {lt:g}",
         "too_short": "at least {min_length} of them",
         "too_long": "at most {max_length} of them",
         "string_pattern_mismatch": "a text like {pattern}",

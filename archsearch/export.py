@@ -89,7 +89,9 @@ def prepare_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--to {directory}: cannot make this folder ({error.strerror})") from error
+        raise ConfigError(
+            f"--to {directory}: cannot make this folder ({error.strerror})"
+        ) from error
     if any(directory.iterdir()):
         raise ConfigError(f"--to {directory}: the folder is not empty; name a new or empty one")
 

@@ -69,9 +69,11 @@ def duration(seconds: float) -> str:
 
 
 def train_tokens(config: RunConfig) -> int:
-    """Training tokens that the run needs: none with a loaded supernet and no distillation."""
+    """Distinct training tokens that the run needs: none with a loaded supernet and no distillation."""
     supernet = config.supernet.tokens if config.supernet.source == TRAIN else 0
-    return max(supernet, *config.search.proxy_tokens)
+    tokens = max(supernet, *config.search.proxy_tokens)
+    most = config.data.max_train_sequences
+    return tokens if most is None else min(tokens, most * config.data.sequence_length)
 
 
 def evaluation_tokens(config: RunConfig) -> int:

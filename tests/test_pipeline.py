@@ -53,7 +53,7 @@ def test_run_leaves_what_it_promises(finished: tuple[Path, Path, str]) -> None:
     points = json.loads((run_dir / "pareto.json").read_text())["points"]
     assert points
     for point in points:
-        saved = HeadMap.load(run_dir / f"report/headmaps/{point['candidate']}.json")
+        saved = HeadMap.load(run_dir / f"front/{point['candidate']}.json")
         assert saved == HeadMap.from_json(point["head_map"])
 
 

@@ -34,6 +34,13 @@ class KeyValueStore:
         self.length = stop
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
+    def before(self, new: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the `count` tokens that precede the last `new` ones."""
+        assert self._keys is not None
+        assert self._values is not None
+        stop = self.length - new
+        return self._keys[:, :, stop - count : stop], self._values[:, :, stop - count : stop]
+
     def reorder(self, index_B: Tensor) -> None:
         """Takes the batch rows index_B."""
         if self._keys is not None and self._values is not None:
@@ -50,7 +57,9 @@ class KeyValueStore:
 
 def _write(buffer: Tensor | None, new_BmTD: Tensor, start: int) -> Tensor:
     batch, heads, count, dim = new_BmTD.shape
-    if torch.is_grad_enabled() and (new_BmTD.requires_grad or (buffer is not None and buffer.requires_grad)):
+    if torch.is_grad_enabled() and (
+        new_BmTD.requires_grad or (buffer is not None and buffer.requires_grad)
+    ):
         # Writing in place would break the backward pass of an earlier call.
         return new_BmTD if buffer is None else torch.cat((buffer[:, :, :start], new_BmTD), dim=2)
     if buffer is None or buffer.shape[2] < start + count:
@@ -76,9 +85,9 @@ class GatedDeltaState:
 class NativeHybridState:
     """Window and slots of a layer's NHA heads, per KV head."""
 
-    k_BmPD: Tensor | None = None
-    """Keys of the window, not rotated."""
-    v_BmPD: Tensor | None = None
+    k_BoPD: Tensor | None = None
+    """Keys of the window, not rotated; of the o KV heads that no FA head of the layer keeps anyway."""
+    v_BoPD: Tensor | None = None
     g_BmPM: Tensor | None = None
     """Log decays of the tokens still in the window, to be used when they leave it."""
     valid_BP: Tensor | None = None
@@ -87,6 +96,11 @@ class NativeHybridState:
     slot_values_BmMD: Tensor | None = None
     open_B: Tensor | None = None
     """Whether any token has entered the slots."""
+
+    @property
+    def held(self) -> int:
+        """Tokens in the window, P."""
+        return 0 if self.valid_BP is None else self.valid_BP.shape[1]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -16,10 +16,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GDN_DEFAULTS = {"rope": True, "norm": True, "gate": True, "bias": True, "conv": False}
 
 
-class HydraHeadConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]
+class HydraHeadConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """Geometry, head map and operator switches.
 
-    head_map[l][h] is the letter of query head h of layer l; None means full attention everywhere. window[l] and
+    head_map[l][h] is the letter of query head h of layer l; empty means full attention everywhere. window[l] and
     slots[l] size the NHA heads of layer l and are None where it has none. gdn holds the switches of the Gated
     DeltaNet heads (GDN_DEFAULTS); nha and fa are reserved and must be empty.
 
@@ -27,7 +27,7 @@ class HydraHeadConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]
     """
 
     model_type = "hydrahead"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 256
     hidden_size: int = 64
@@ -39,14 +39,14 @@ class HydraHeadConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    head_map: list[str] | None = None
-    window: list[int | None] | None = None
-    slots: list[int | None] | None = None
+    head_map: list[str] = field(default_factory=list)
+    window: list[int | None] = field(default_factory=list)
+    slots: list[int | None] = field(default_factory=list)
     gdn: dict[str, bool] = field(default_factory=dict)
     nha: dict[str, bool] = field(default_factory=dict)
     fa: dict[str, bool] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class HydraHeadConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]
         self.slots = list(self.slots or [None] * layers)
         self.gdn = {**GDN_DEFAULTS, **self.gdn}
         self._check()
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     def _check(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -77,7 +77,9 @@ class HydraHeadConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act {self.hidden_act!r}; allowed: 'silu'")
         if self.rope_parameters["rope_type"] not in ROPE_TYPES:
-            raise ValueError(f"rope_parameters: {self.rope_parameters}; allowed rope_type: {ROPE_TYPES}")
+            raise ValueError(
+                f"rope_parameters: {self.rope_parameters}; allowed rope_type: {ROPE_TYPES}"
+            )
         unknown = set(self.gdn) - set(GDN_DEFAULTS)
         if unknown or self.nha or self.fa:
             raise ValueError(
@@ -98,7 +100,9 @@ class HydraHeadConfig(PretrainedConfig):  # type: ignore[misc, unused-ignore]
                     f"head_map[{layer}] is {row!r}; it needs {self.num_attention_heads} letters of {LETTERS}"
                 )
             if "N" in row and not (self.window[layer] and self.slots[layer]):
-                raise ValueError(f"layer {layer} has NHA heads and needs a positive window and slots")
+                raise ValueError(
+                    f"layer {layer} has NHA heads and needs a positive window and slots"
+                )
 
     def heads(self, layer: int, letter: str) -> list[int]:
         """Query heads of a layer that run the operator of that letter, ascending."""

@@ -27,7 +27,7 @@ def set_backend(name: str) -> None:
     auto: fla-core for half-precision tensors on CUDA where it is installed, else torch. fla: the same, but an
     error where it cannot be used. Raises ValueError for another name.
     """
-    global _requested
+    global _requested  # noqa: PLW0603 - one choice a process, made before any model runs
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r}; allowed: {', '.join(BACKENDS)}")
     _requested = name
@@ -42,7 +42,11 @@ def backend_reason() -> str:
         return f"torch: {found}"
     if not torch.cuda.is_available():
         return "torch: fla-core is installed, but there is no CUDA device"
-    training = "" if _fla_can_train() else "; torch for training, Triton 3.4.0 to 3.7.0 miscompiles it on Hopper"
+    training = (
+        ""
+        if _fla_can_train()
+        else "; torch for training, Triton 3.4.0 to 3.7.0 miscompiles it on Hopper"
+    )
     return f"fla-core for bf16 and fp16 on CUDA{training}; torch otherwise"
 
 
@@ -72,7 +76,9 @@ def _use_fla(q: Tensor, needs_grad: bool) -> bool:
     fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not isinstance(_fla(), str)
     if _requested == "fla":
         if not fit:
-            raise RuntimeError(f"GDN backend fla was asked for, but {backend_reason()} ({q.dtype}, {q.device})")
+            raise RuntimeError(
+                f"GDN backend fla was asked for, but {backend_reason()} ({q.dtype}, {q.device})"
+            )
         return True
     return fit and (_fla_can_train() or not needs_grad)
 
@@ -90,7 +96,9 @@ def gated_delta(
     """Outputs [B, T, H, D] in q's dtype and the final state [B, H, D, D] in fp32, by the fastest backend at hand."""
     needs_grad = torch.is_grad_enabled() and (q_BTHD.requires_grad or g_BTH.requires_grad)
     if _use_fla(q_BTHD, needs_grad):
-        name = "fused_recurrent_gated_delta_rule" if q_BTHD.shape[1] == 1 else "chunk_gated_delta_rule"
+        name = (
+            "fused_recurrent_gated_delta_rule" if q_BTHD.shape[1] == 1 else "chunk_gated_delta_rule"
+        )
         # Keywords only: the positional order differs between fla-core's entry points.
         o_BTHD, state = getattr(_fla(), name)(
             q=q_BTHD,
@@ -103,8 +111,12 @@ def gated_delta(
             output_final_state=True,
         )
         return o_BTHD, state
-    compute = _step if q_BTHD.shape[1] == 1 else gated_delta_chunked
-    return compute(q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH, scale=scale, initial_state=initial_state)
+    if q_BTHD.shape[1] > 1:
+        return gated_delta_chunked(
+            q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH, scale=scale, initial_state=initial_state
+        )
+    with torch.autocast(q_BTHD.device.type, enabled=False):
+        return _step(q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH, scale, initial_state)
 
 
 def _step(
@@ -113,7 +125,6 @@ def _step(
     v_BTHD: Tensor,
     g_BTH: Tensor,
     beta_BTH: Tensor,
-    *,
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -131,8 +142,6 @@ def _step(
     return o[:, None].to(q_BTHD.dtype), state
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.autocast("cuda", enabled=False)
 def gated_delta_chunked(
     q_BTHD: Tensor,
     k_BTHD: Tensor,
@@ -150,6 +159,23 @@ def gated_delta_chunked(
     (I + A) U = b (V - exp(G) K S_0), A_ij = b_i exp(G_i - G_j) k_i.k_j below the diagonal (WY form); U is affine in
     S_0, so everything but the pass of S over chunks is done for all chunks at once.
     """
+    with torch.autocast(q_BTHD.device.type, enabled=False):
+        o_BHTD, state = _chunked(
+            q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH, scale, initial_state, chunk
+        )
+    return o_BHTD[:, :, : q_BTHD.shape[1]].transpose(1, 2).to(q_BTHD.dtype), state
+
+
+def _chunked(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    g_BTH: Tensor,
+    beta_BTH: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, dim = q_BTHD.shape
     size = min(chunk, tokens)
     q, k, v, g, beta = (
@@ -161,14 +187,19 @@ def gated_delta_chunked(
     coupling = ((k_beta @ k.transpose(-1, -2)) * within).tril(-1)
     # The solver takes the diagonal of I + A as ones without reading it.
     solved = torch.linalg.solve_triangular(
-        coupling, torch.cat((v * beta, k_beta * total.exp()), dim=-1), upper=False, unitriangular=True
+        coupling,
+        torch.cat((v * beta, k_beta * total.exp()), dim=-1),
+        upper=False,
+        unitriangular=True,
     )
     written, erased = solved.split(dim, dim=-1)
     local = (q @ k.transpose(-1, -2)) * within * scale
     q_decayed = q * (total.exp() * scale)
     k_to_end = (k * (total[..., -1:, :] - total).exp()).transpose(-1, -2)
     chunk_decay = total[..., -1:, :].exp()
-    state = initial_state.float() if initial_state is not None else q.new_zeros(batch, heads, dim, dim)
+    state = (
+        initial_state.float() if initial_state is not None else q.new_zeros(batch, heads, dim, dim)
+    )
     outputs = []
     for n in range(q.shape[2]):
         u = torch.baddbmm(_flat(written[:, :, n]), _flat(erased[:, :, n]), _flat(state), alpha=-1)
@@ -176,8 +207,7 @@ def gated_delta_chunked(
         outputs.append(torch.baddbmm(o, _flat(q_decayed[:, :, n]), _flat(state)))
         kept = state * chunk_decay[:, :, n]
         state = torch.baddbmm(_flat(kept), _flat(k_to_end[:, :, n]), u).view_as(kept)
-    o_BHTD = torch.stack(outputs, dim=1).view(batch, heads, -1, dim)[:, :, :tokens]
-    return o_BHTD.transpose(1, 2).to(q_BTHD.dtype), state
+    return torch.stack(outputs, dim=1).view(batch, heads, -1, dim), state
 
 
 def _chunks(x_BTHX: Tensor, size: int) -> Tensor:

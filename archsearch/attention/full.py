@@ -113,22 +113,30 @@ class FullHeads(nn.Module):
         chosen.load_state_dict(head_rows(self.state_dict(), places, self.head_dim), assign=True)
         return chosen.train(self.training)
 
+    def keys_values(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (normed, not rotated) and values of the KV heads, [B, T, m, D] each."""
+        shape = (*x_BTC.shape[:2], -1, self.head_dim)
+        k_BTmD, v_BTmD = self.k_proj(x_BTC).view(shape), self.v_proj(x_BTC).view(shape)
+        return (k_BTmD if self.k_norm is None else self.k_norm(k_BTmD)), v_BTmD
+
     def forward(
         self,
         x_BTC: Tensor,
         position_embeddings: PositionEmbeddings,
         mask: Mask | None = None,
         store: KeyValueStore | None = None,
+        keys_values: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Head outputs [B, T, n, D]; appends the new keys (rotated) and values to store."""
-        shape = (*x_BTC.shape[:2], -1, self.head_dim)
-        q_BTnD = self.q_proj(x_BTC).view(shape)
-        k_BTmD = self.k_proj(x_BTC).view(shape)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTnD, k_BTmD = self.q_norm(q_BTnD), self.k_norm(k_BTmD)
+        """Head outputs [B, T, n, D]; appends the new keys (rotated) and values to store.
+
+        keys_values: what the method of that name gave for x, where the caller has it already.
+        """
+        q_BTnD = self.q_proj(x_BTC).view(*x_BTC.shape[:2], -1, self.head_dim)
+        if self.q_norm is not None:
+            q_BTnD = self.q_norm(q_BTnD)
+        k_BTmD, v_BTmD = self.keys_values(x_BTC) if keys_values is None else keys_values
         q_BnTD = rotate(q_BTnD, position_embeddings).transpose(1, 2)
-        k_BmSD = rotate(k_BTmD, position_embeddings).transpose(1, 2)
-        v_BmSD = self.v_proj(x_BTC).view(shape).transpose(1, 2)
+        k_BmSD, v_BmSD = rotate(k_BTmD, position_embeddings).transpose(1, 2), v_BTmD.transpose(1, 2)
         if store is not None:
             k_BmSD, v_BmSD = store.append(k_BmSD, v_BmSD)
         return self._attend(q_BnTD, k_BmSD, v_BmSD, mask or Mask()).transpose(1, 2)

@@ -150,7 +150,9 @@ class GatedDeltaHeads(nn.Module):
     def _decay_and_rate(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay g = -exp(A_log) softplus(W_a x + dt_bias) and writing rate b = sigmoid(W_b x + c_b), in fp32."""
         a_BTn = self.a_proj(x_BTC).float() + self.dt_bias.float()
-        return -self.A_log.float().exp() * F.softplus(a_BTn), torch.sigmoid(self.b_proj(x_BTC).float())
+        return -self.A_log.float().exp() * F.softplus(a_BTn), torch.sigmoid(
+            self.b_proj(x_BTC).float()
+        )
 
     def _convolve(
         self, x_BTn3D: Tensor, valid_BT: Tensor | None, state: GatedDeltaState | None

@@ -18,11 +18,23 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .cache import HydraHeadCache, LayerCache
 from .configuration_hydrahead import HydraHeadConfig
+from .delta_rule import backend_reason, set_backend
 from .full import FullHeads, Mask, build_mask
 from .fusion import HeadIndex, RMSNorm, scatter_heads
 from .gdn import GatedDeltaHeads
-from .nha import NativeHybridHeads
+from .nha import Lent, NativeHybridHeads
 from .rotary import PositionEmbeddings, Rotary
+from .window_slots import attend as _attend  # noqa: F401 - see below
+
+# transformers 5.6 copies only what this file imports itself, so every module of the folder is imported here.
+__all__ = [
+    "HybridAttention",
+    "HydraHeadConfig",
+    "HydraHeadForCausalLM",
+    "HydraHeadModel",
+    "backend_reason",
+    "set_backend",
+]
 
 CACHE_FIELD = (
     "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -38,6 +50,9 @@ class HybridAttention(nn.Module):
         self.full = FullHeads(config, full) if full else None
         self.gdn = GatedDeltaHeads(config, len(gdn)) if gdn else None
         self.nha = NativeHybridHeads.of_layer(config, layer_index) if nha else None
+        self._shared: HeadIndex | None = None
+        if self.full is not None and self.nha is not None and self.nha.shared:
+            self._shared = HeadIndex([self.full.kv_heads.index(head) for head in self.nha.shared])
         joined = [*full, *gdn, *nha]
         self._order = HeadIndex([joined.index(head) for head in range(len(joined))])
         self.o_proj = nn.Linear(len(joined) * config.head_dim, config.hidden_size, bias=False)
@@ -51,17 +66,29 @@ class HybridAttention(nn.Module):
     ) -> Tensor:
         """Every head's output after fusion and before o_proj: [B, T, H, D], in the original order of heads."""
         mask = mask or Mask()
-        branches = []
+        branches, lent = [], None
         if self.full is not None:
+            keys_values = self.full.keys_values(x_BTC)
             store = None if cache is None else cache.full
-            branches.append(self.full(x_BTC, position_embeddings, mask, store))
+            branches.append(self.full(x_BTC, position_embeddings, mask, store, keys_values))
+            lent = self._lend(keys_values, cache)
         if self.gdn is not None:
             state = None if cache is None else cache.gdn
             branches.append(self.gdn(x_BTC, position_embeddings, mask.valid_BT, state))
         if self.nha is not None:
             window = None if cache is None else cache.nha
-            branches.append(self.nha(x_BTC, position_embeddings, mask.valid_BT, window))
+            branches.append(self.nha(x_BTC, position_embeddings, mask.valid_BT, window, lent))
         return scatter_heads(branches, self._order)
+
+    def _lend(self, keys_values: tuple[Tensor, Tensor], cache: LayerCache | None) -> Lent | None:
+        """What the FA heads' KV heads give to NHA heads that read the same ones."""
+        if self._shared is None:
+            return None
+        k_BTsD, v_BTsD = (x.index_select(2, self._shared.on(x.device)) for x in keys_values)
+        if cache is None or not cache.nha.held:
+            return Lent(k_BTsD, v_BTsD)
+        held = cache.full.before(k_BTsD.shape[1], cache.nha.held)
+        return Lent(k_BTsD, v_BTsD, *(x.index_select(1, self._shared.on(x.device)) for x in held))
 
     def forward(
         self,
@@ -71,7 +98,9 @@ class HybridAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """The attention block's output [B, T, C]."""
-        output: Tensor = self.o_proj(self.heads(x_BTC, position_embeddings, mask, cache).flatten(-2))
+        output: Tensor = self.o_proj(
+            self.heads(x_BTC, position_embeddings, mask, cache).flatten(-2)
+        )
         return output
 
 
@@ -114,20 +143,20 @@ class HydraHeadLayer(nn.Module):
         return output
 
 
-class HydraHeadPreTrainedModel(PreTrainedModel):
+class HydraHeadPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     """What transformers wants to know of both models."""
 
     config_class = HydraHeadConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
-    _no_split_modules = ["HydraHeadLayer"]
+    _no_split_modules = ["HydraHeadLayer"]  # noqa: RUF012 - declared so by transformers
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
         # Only functions of nn.init: transformers makes them skip what a checkpoint has already filled.
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
@@ -135,7 +164,7 @@ class HydraHeadPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
 
-class HydraHeadModel(HydraHeadPreTrainedModel):
+class HydraHeadModel(HydraHeadPreTrainedModel):  # type: ignore[no-untyped-call]
     """Embedding, layers and final norm."""
 
     def __init__(self, config: HydraHeadConfig) -> None:
@@ -146,7 +175,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -171,7 +200,9 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if output_attentions:
-            raise ValueError("output_attentions is not available: most heads form no attention matrix")
+            raise ValueError(
+                "output_attentions is not available: most heads form no attention matrix"
+            )
         hidden_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         past, tokens = 0 if cache is None else cache.get_seq_length(), hidden_BTC.shape[1]
@@ -179,7 +210,9 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         embeddings = self._positions(position_ids, attention_mask, past, hidden_BTC)
         states = [hidden_BTC]
         for index, layer in enumerate(self.layers):
-            hidden_BTC = layer(hidden_BTC, embeddings, mask, None if cache is None else cache.layers[index])
+            hidden_BTC = layer(
+                hidden_BTC, embeddings, mask, None if cache is None else cache.layers[index]
+            )
             if output_hidden_states:
                 states.append(hidden_BTC)
         if cache is not None:
@@ -187,8 +220,8 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         output = BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_BTC),
             hidden_states=tuple(states) if output_hidden_states else None,
-            **{CACHE_FIELD: cache},
         )
+        setattr(output, CACHE_FIELD, cache)
         return output.to_tuple() if return_dict is False else output
 
     def run_layers(
@@ -234,16 +267,16 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         return self.rotary.tables(position_ids, hidden_BTC.dtype)
 
 
-class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
+class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """HydraHeadModel with a language-model head."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: HydraHeadConfig) -> None:
         super().__init__(config)
         self.model = HydraHeadModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -287,8 +320,8 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
             loss=None if labels is None else _next_token_loss(logits, labels),
             logits=logits,
             hidden_states=outputs.hidden_states,
-            **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
         )
+        setattr(output, CACHE_FIELD, getattr(outputs, CACHE_FIELD))
         return output.to_tuple() if return_dict is False else output
 
 

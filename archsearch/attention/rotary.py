@@ -37,6 +37,10 @@ class Rotary:
             self._frequencies[device] = found
         return self._frequencies[device]
 
+    def scaling(self, device: torch.device) -> float:
+        """The factor that the variant (yarn) puts on cos and sin."""
+        return self._on(device)[1]
+
     def tables(self, positions_BT: Tensor, dtype: torch.dtype) -> PositionEmbeddings:
         """cos and sin at integer positions, computed in fp32 and returned as dtype."""
         frequencies, scaling = self._on(positions_BT.device)

@@ -9,6 +9,7 @@ m KV heads, D head_dim; N blocks of K queries, E = K - 1 + W places that a block
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ BLOCK = 32
 """Queries worked on together; within a block the decay between every two tokens is held for every slot."""
 
 
-class WindowTokens(NamedTuple):
+@dataclass(frozen=True)
+class WindowTokens:
     """Tokens of a window and after: keys not rotated, g the log decay that a token brings when it leaves."""
 
     k_BmSD: Tensor
@@ -36,21 +38,27 @@ class WindowTokens(NamedTuple):
 
     def followed_by(self, new: WindowTokens) -> WindowTokens:
         """These tokens, then the new ones."""
-        joined = (torch.cat(pair, dim=-2) for pair in zip(self[:3], new[:3], strict=True))
-        return WindowTokens(*joined, torch.cat((self.valid_BS, new.valid_BS), dim=1))
+        return WindowTokens(
+            torch.cat((self.k_BmSD, new.k_BmSD), dim=2),
+            torch.cat((self.v_BmSD, new.v_BmSD), dim=2),
+            torch.cat((self.g_BmSM, new.g_BmSM), dim=2),
+            torch.cat((self.valid_BS, new.valid_BS), dim=1),
+        )
 
     def last(self, count: int) -> WindowTokens:
-        """The last `count` tokens, or all where there are fewer; copies, so that the rest can be freed."""
+        """The last `count` tokens, or all where there are fewer; g copied, so that the rest can be freed."""
         start = max(self.count - count, 0)
-        kept = (x[:, :, start:].clone() for x in self[:3])
-        return WindowTokens(*kept, self.valid_BS[:, start:].clone())
+        return WindowTokens(
+            self.k_BmSD[:, :, start:],
+            self.v_BmSD[:, :, start:],
+            self.g_BmSM[:, :, start:].clone(),
+            self.valid_BS[:, start:].clone(),
+        )
 
     def placed(self, front: int, back: int) -> WindowTokens:
         """Empty places before and after (a negative number takes places away)."""
-        x_pad, valid_pad = (0, 0, front, back), (front, back)
-        return WindowTokens(
-            *(F.pad(x, x_pad) for x in self[:3]), F.pad(self.valid_BS, valid_pad, value=False)
-        )
+        k, v, g = (F.pad(x, (0, 0, front, back)) for x in (self.k_BmSD, self.v_BmSD, self.g_BmSM))
+        return WindowTokens(k, v, g, F.pad(self.valid_BS, (front, back), value=False))
 
 
 class SlotState(NamedTuple):
@@ -103,8 +111,8 @@ def attend(
     back = -num_new % block
     slots = SlotState.empty(tokens) if slots is None else slots
     q_BnTD = q_BnTD * q_BnTD.shape[-1] ** -0.5
-    rotated = _rotate(q_BnTD, tuple(table[:, held:] for table in rope))
-    seen = tokens._replace(k_BmSD=_rotate(tokens.k_BmSD, rope)).placed(width - held, back)
+    rotated = _rotate(q_BnTD, (rope[0][:, held:], rope[1][:, held:]))
+    seen = replace(tokens, k_BmSD=_rotate(tokens.k_BmSD, rope)).placed(width - held, back)
     logits, v_BnNED = _window(_blocks(rotated, block), seen, readers_n, width)
     q_BnNKD, reading = _blocks(q_BnTD, block), None
     if tokens.count > window:
@@ -126,7 +134,7 @@ def _rotate(x_BhTD: Tensor, rope: PositionEmbeddings) -> Tensor:
 def _blocks(x_BhTX: Tensor, block: int) -> Tensor:
     """[B, h, T, X] to fp32 [B, h, N, K, X], zeros after the end."""
     padded = F.pad(x_BhTX.float(), (0, 0, 0, -x_BhTX.shape[2] % block))
-    return padded.unflatten(2, (-1, block))
+    return padded.view(*x_BhTX.shape[:2], -1, block, x_BhTX.shape[-1])
 
 
 def _window(
@@ -157,7 +165,9 @@ def _enter(leavers: WindowTokens, slots: SlotState, block: int) -> tuple[_Readin
     k, v, g, s = (_blocks(x, block) for x in (leavers.k_BmSD, leavers.v_BmSD, g, 1 - g.exp()))
     total = g.cumsum(-2)
     later = torch.ones(block, block, dtype=torch.bool, device=g.device).triu(1)
-    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(later[..., None], float("-inf"))
+    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(
+        later[..., None], float("-inf")
+    )
     share = s * (total[..., -1:, :] - total).exp()
     added_keys, added_values = k.transpose(-1, -2) @ share, share.transpose(-1, -2) @ v
     decay = total[..., -1, :].exp()

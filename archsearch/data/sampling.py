@@ -49,10 +49,10 @@ def draw_tokens(
     """
     device = model.device
     vocab_size = int(model.config.vocab_size)
-    batch = batch or (128 if device.type == "cuda" else 16)
+    batch = batch or (512 if device.type == "cuda" else 64)
     drawn = np.empty((sequences, length), dtype=token_dtype(vocab_size))
     was_training = model.training
-    model.eval()
+    model.train(False)
     for start in range(0, sequences, batch):
         stop = min(start + batch, sequences)
         generator = torch.Generator(device).manual_seed(_batch_seed(seed, start))

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..models.teacher import Teacher
 
-LOGIT_BYTES = 64 * 2**20
-"""Most bytes that the fp32 logits of one chunk of positions may take."""
+LOGIT_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Most bytes that the fp32 logits of one chunk of positions may take: some three times that is in use."""
 
 FORWARD_TOKENS = 4096
 """Most tokens in one forward over held-out sequences."""
@@ -138,4 +138,4 @@ def divergence_at(target: Target, weight_VC: Tensor, hidden_KMC: Tensor) -> tupl
 
 def chunk_positions(weight_VC: Tensor) -> int:
     """Positions whose fp32 logits stay within LOGIT_BYTES, at least one."""
-    return max(1, LOGIT_BYTES // (4 * len(weight_VC)))
+    return max(1, LOGIT_BYTES[weight_VC.device.type] // (4 * len(weight_VC)))

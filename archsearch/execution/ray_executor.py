@@ -12,6 +12,8 @@ from typing import Any
 # Ray listens on every interface unless told that this machine forms no cluster; it reads this variable
 # (despite its name, on every system) when it is imported.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# gpus_per_worker: 0 leaves the GPUs in sight, as newer versions of Ray do by themselves.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 
 from ..errors import EnvironmentFault

@@ -74,9 +74,14 @@ def check_supported(hf_config: PretrainedConfig) -> None:
             f"teacher: layers of type {', '.join(sorted(kinds))} are not supported; "
             "allowed: full_attention"
         )
-    if getattr(hf_config, "quantization_config", None) is not None:
+    quantisation = getattr(hf_config, "quantization_config", None) or {"quant_method": "gguf"}
+    if isinstance(quantisation, dict):
+        method = quantisation.get("quant_method")
+    else:
+        method = getattr(quantisation, "quant_method", None)
+    if method != "gguf":  # transformers reads GGUF as plain weights
         raise ConfigError(
-            "teacher: quantised weights are not supported; allowed: fp32, bf16 or fp16 weights, or GGUF"
+            "teacher: quantised weights are not supported; allowed: fp32, bf16, fp16, or GGUF"
         )
     rope_of(hf_config)
 
@@ -113,4 +118,5 @@ def count_parameters(hf_config: PretrainedConfig) -> int:
     layer = hidden * (rows_qkv + shape.num_heads * dim) + 3 * hidden * hf_config.intermediate_size
     layer += 2 * hidden + family.qkv_bias * rows_qkv + family.qk_norm * 2 * dim
     embeddings = 1 if hf_config.tie_word_embeddings else 2
-    return shape.num_layers * layer + embeddings * hf_config.vocab_size * hidden + hidden
+    total: int = shape.num_layers * layer + embeddings * hf_config.vocab_size * hidden + hidden
+    return total

@@ -6,7 +6,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from ..attention.configuration_hydrahead import HydraHeadConfig
@@ -81,6 +81,13 @@ def with_head_map(config: HydraHeadConfig, head_map: HeadMap, gdn: GdnConfig) ->
     return changed
 
 
+def config_of(model: HydraHeadForCausalLM) -> HydraHeadConfig:
+    """The model's config, which transformers types as any config."""
+    config = model.config
+    assert isinstance(config, HydraHeadConfig)
+    return config
+
+
 def empty_model(config: HydraHeadConfig) -> HydraHeadForCausalLM:
     """A hybrid model on the meta device: no memory, no initialisation; tensors are assigned afterwards."""
     with torch.device("meta"), no_init_weights():
@@ -105,7 +112,8 @@ def to_hydrahead(hf_model: PreTrainedModel) -> HydraHeadForCausalLM:
     assign(model, tensors)
     if hf_model.generation_config is not None:
         model.generation_config = deepcopy(hf_model.generation_config)
-    return model.train(hf_model.training)
+    model.train(hf_model.training)
+    return model
 
 
 def random_hydrahead(
@@ -115,7 +123,9 @@ def random_hydrahead(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
-        return HydraHeadForCausalLM(hydrahead_config(hf_config)).to(dtype)
+        model = HydraHeadForCausalLM(hydrahead_config(hf_config))
+    nn.Module.to(model, dtype)
+    return model
 
 
 def _renamed(name: str) -> str:

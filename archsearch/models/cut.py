@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..attention.configuration_hydrahead import HydraHeadConfig
+from ..attention.gdn import GatedDeltaHeads
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
+from ..attention.nha import NativeHybridHeads
 from ..config import GdnConfig
 from ..headmap import HeadMap, Operator
-from .convert import assign, empty_model, with_head_map
+from .convert import assign, config_of, empty_model, with_head_map
 from .teacher import Teacher
 
 if TYPE_CHECKING:
@@ -35,13 +38,14 @@ def cut(
     Raises ValueError for a head map of another geometry, or one that needs twins that are not there.
     """
     options = supernet.options if supernet is not None else GdnConfig()
-    student = empty_model(with_head_map(teacher.model.config, head_map, options))
+    config = with_head_map(config_of(teacher.model), head_map, options)
+    student = empty_model(config)
     source = teacher.model.state_dict()
     tensors = {name: value for name, value in source.items() if ".self_attn.full." not in name}
     for layer in range(head_map.model.num_layers):
         full = f"model.layers.{layer}.self_attn.full."
         rows = {name.removeprefix(full): source[name] for name in source if name.startswith(full)}
-        for branch, parameters in _branches(rows, supernet, head_map, layer).items():
+        for branch, parameters in _branches(rows, supernet, config, head_map, layer).items():
             prefix = f"model.layers.{layer}.self_attn.{branch}."
             tensors |= {prefix + name: value for name, value in parameters.items()}
     dtype = teacher.model.dtype
@@ -50,34 +54,36 @@ def cut(
         tensors = {name: value.clone() for name, value in tensors.items()}
     assign(student, tensors)
     student.generation_config = deepcopy(teacher.model.generation_config)
-    return student.requires_grad_(copy).train(copy)
+    student.requires_grad_(copy).train(copy)
+    return student
 
 
 def _branches(
-    full: dict[str, Tensor], supernet: Supernet | None, head_map: HeadMap, layer: int
+    full: dict[str, Tensor],
+    supernet: Supernet | None,
+    config: HydraHeadConfig,
+    head_map: HeadMap,
+    layer: int,
 ) -> dict[str, dict[str, Tensor]]:
     """The parameters of each operator's module in one layer; full holds those of the teacher's FA heads."""
     branches = {}
     if Operator.FULL in head_map.layers[layer]:
-        branches["full"] = _softmax_rows(full, head_map, layer, Operator.FULL)
+        branches["full"] = _full_rows(full, head_map, layer)
     if Operator.GDN in head_map.layers[layer]:
         if supernet is None:
             raise ValueError(f"layer {layer} has GDN heads, which need a supernet")
-        twins = supernet.twins[layer].select(head_map.heads(layer, Operator.GDN))
-        branches["gdn"] = twins.state_dict()
+        twin = supernet.twins[layer]
+        assert isinstance(twin, GatedDeltaHeads)
+        branches["gdn"] = twin.select(head_map.heads(layer, Operator.GDN)).state_dict()
     if Operator.NHA in head_map.layers[layer]:
-        rows = _softmax_rows(full, head_map, layer, Operator.NHA)
-        gate = _slot_gate(rows["k_proj.weight"], head_map, layer)
-        branches["nha"] = rows | {"slot_proj.weight": gate}
+        branches["nha"] = _native_hybrid(full, config, head_map, layer).state_dict()
     return branches
 
 
-def _softmax_rows(
-    full: dict[str, Tensor], head_map: HeadMap, layer: int, op: Operator
-) -> dict[str, Tensor]:
-    """The teacher's q rows of the heads that run op, k and v rows of the KV heads that those read."""
-    picks = dict.fromkeys(ROWS_BY_QUERY_HEAD, head_map.heads(layer, op))
-    picks |= dict.fromkeys(ROWS_BY_KV_HEAD, head_map.kv_heads(layer, op))
+def _full_rows(full: dict[str, Tensor], head_map: HeadMap, layer: int) -> dict[str, Tensor]:
+    """The teacher's q rows of the FA heads, k and v rows of the KV heads that those read."""
+    picks = dict.fromkeys(ROWS_BY_QUERY_HEAD, head_map.heads(layer, Operator.FULL))
+    picks |= dict.fromkeys(ROWS_BY_KV_HEAD, head_map.kv_heads(layer, Operator.FULL))
     rows = {}
     for name, value in full.items():
         heads = picks.get(name.partition(".")[0])
@@ -85,15 +91,25 @@ def _softmax_rows(
     return rows
 
 
-def _slot_gate(k_rows: Tensor, head_map: HeadMap, layer: int) -> Tensor:
-    """The start of the NHA heads' slot gate [m * M, C]: M rows of each KV head's k_proj, evenly spaced.
+def _native_hybrid(
+    full: dict[str, Tensor], config: HydraHeadConfig, head_map: HeadMap, layer: int
+) -> NativeHybridHeads:
+    """A layer's NHA heads with the teacher's q, k and v.
 
-    Source: the conversion of NHA (arXiv 2510.07019) starts the gate from k_proj; which rows is our choice.
+    The slot gate [m * M, C] starts from k_proj, as in the conversion of NHA (arXiv 2510.07019); which M rows of a KV
+    head it takes is our choice: evenly spaced ones.
     """
-    dim, slots = head_map.model.head_dim, head_map.slots[layer]
+    window, slots, dim = head_map.window[layer], head_map.slots[layer], head_map.model.head_dim
+    assert window is not None
     assert slots is not None
+    k_rows = full["k_proj.weight"]
     picked = torch.arange(slots, device=k_rows.device) * dim // slots
-    return k_rows.unflatten(0, (-1, dim))[:, picked].flatten(0, 1)
+    gate = k_rows.view(-1, dim, k_rows.shape[-1]).index_select(1, picked).flatten(0, 1)
+    with torch.device("meta"):
+        every = NativeHybridHeads(config, range(head_map.model.num_heads), window, slots)
+    every.load_state_dict(full | {"slot_proj.weight": gate}, assign=True)
+    shared = head_map.kv_heads(layer, Operator.FULL)
+    return every.select(head_map.heads(layer, Operator.NHA), shared)
 
 
 def take_heads(rows: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
@@ -101,5 +117,5 @@ def take_heads(rows: Tensor, heads: tuple[int, ...], head_dim: int) -> Tensor:
     first, last = heads[0], heads[-1]
     if last - first + 1 == len(heads):
         return rows[first * head_dim : (last + 1) * head_dim]
-    by_head = rows.unflatten(0, (-1, head_dim))
-    return by_head[torch.tensor(heads, device=rows.device)].flatten(0, 1)
+    by_head = rows.view(-1, head_dim, *rows.shape[1:])
+    return by_head.index_select(0, torch.tensor(heads, device=rows.device)).flatten(0, 1)

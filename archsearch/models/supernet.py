@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..attention.full import FullHeads
@@ -22,7 +22,7 @@ from ..config import GdnConfig
 from ..errors import EnvironmentFault
 from ..headmap import HeadMap, ModelShape, Operator
 from .compression import LEFT, ROWS, SCALE, dequantise, factorise, multiply, quantise
-from .convert import with_head_map
+from .convert import config_of, with_head_map
 from .teacher import Teacher
 
 SCHEMA = 1
@@ -41,7 +41,7 @@ class Supernet(nn.Module):
     ) -> None:
         super().__init__()
         everywhere = HeadMap.uniform(teacher.shape, Operator.GDN)
-        config = with_head_map(teacher.model.config, everywhere, options)
+        config = with_head_map(config_of(teacher.model), everywhere, options)
         self.options = options
         self.meta = dict(meta or {})
         self.twins = nn.ModuleList(
@@ -107,8 +107,7 @@ class Supernet(nn.Module):
         with torch.device("meta"):
             supernet = cls(teacher, GdnConfig(**meta["gdn"]), meta)
         try:
-            with safe_open(path, "pt") as file:
-                stored = {name: file.get_tensor(name).to(teacher.device) for name in file.keys()}
+            stored = load_file(path, device=str(teacher.device))
             base = _migrated_stacks(teacher) if meta["rank"] else {}
             for name, parameter in supernet.twins[0].named_parameters():
                 shape = torch.Size((teacher.shape.num_layers, *parameter.shape))
@@ -147,10 +146,11 @@ def migrated_weights(full: FullHeads, shape: ModelShape) -> dict[str, Tensor]:
     """A layer's q, k and v parameters as fp32 rows of H heads: K and V repeated to the query heads that read them."""
     weights = {}
     for name, value in full.state_dict().items():
+        rows = value.float()
         if name.partition(".")[0] in ("k_proj", "v_proj"):
-            by_head = value.unflatten(0, (shape.num_kv_heads, shape.head_dim))
-            value = by_head.repeat_interleave(shape.group_size, dim=0).flatten(0, 1)
-        weights[name] = value.float()
+            by_head = rows.view(shape.num_kv_heads, shape.head_dim, *rows.shape[1:])
+            rows = by_head.repeat_interleave(shape.group_size, dim=0).flatten(0, 1)
+        weights[name] = rows
     return weights
 
 

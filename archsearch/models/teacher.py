@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -61,7 +61,8 @@ def inspect_teacher(config: TeacherConfig) -> TeacherInfo:
 
     Raises ConfigError for a model that is not supported, EnvironmentFault for one that cannot be read.
     """
-    hf_config = read_config(cached(locate(config)))
+    with _quiet_transformers():
+        hf_config = read_config(cached(locate(config)))
     return TeacherInfo(
         shape=shape_of(hf_config, config.revision),
         hidden_size=hf_config.hidden_size,
@@ -88,9 +89,10 @@ def load_teacher(config: TeacherConfig) -> Teacher:
         if config.random_weights:
             model = random_hydrahead(hf_config, dtype=dtype, device=device, seed=0)
         else:
-            model = _load_model(source, dtype).to(device)
+            model = _load_model(source, dtype)
+            nn.Module.to(model, device)
     _fill_special_ids(model, tokenizer)
-    model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
     return Teacher(model, tokenizer, shape, fingerprint_of(model, shape), device)
 
 
@@ -152,6 +154,9 @@ def _load_tokenizer(source: Source, may_be_missing: bool) -> PreTrainedTokenizer
     try:
         with reading(source, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(source.name, **source.arguments())
+            # Without its files transformers makes some tokenizers up from the config, with no vocabulary.
+            if not tokenizer.encode("Number 7", add_special_tokens=False):
+                raise FileNotFoundError("its files are missing")
     except EnvironmentFault:
         if not may_be_missing:
             raise
@@ -174,13 +179,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>"
+    )
+    return tokenizer
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if len(tokenizer) > vocab_size:
+    """Raises ConfigError where ordinary text or padding could give ids that the embedding lacks.
+
+    Added tokens beyond it are let pass: several published models have some that nothing ever produces.
+    """
+    needed = max(tokenizer.vocab_size, tokenizer.pad_token_id + 1)
+    if needed > vocab_size:
         raise ConfigError(
-            f"teacher: its tokenizer has {len(tokenizer)} tokens, its embedding only {vocab_size} rows"
+            f"teacher: its tokenizer has {needed} tokens, its embedding only {vocab_size} rows"
         )
 
 
@@ -197,11 +210,11 @@ def _quiet_transformers() -> Iterator[None]:
     """Silences progress bars and warnings of transformers: the caller shows one line a stage."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]

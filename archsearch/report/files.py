@@ -15,7 +15,7 @@ FOLDER = "report"
 
 
 def write_report(run_dir: RunDir) -> Path:
-    """Writes report/index.html, summary.md, pareto*.svg, and a JSON and an SVG of each front map.
+    """Writes report/index.html, summary.md, pareto*.svg, and a picture of each front map.
 
     Returns the page's path.
     """
@@ -25,7 +25,6 @@ def write_report(run_dir: RunDir) -> Path:
         plot = pareto_svg(summary.last.candidates, x, y, titles=True)
         run_dir.write_text(f"{FOLDER}/{name}", plot)
     for c in summary.last.front:
-        run_dir.write_json(f"{FOLDER}/headmaps/{c.candidate}.json", c.head_map.to_json())
         run_dir.write_text(f"{FOLDER}/headmaps/{c.candidate}.svg", headmap_svg(c.head_map))
     run_dir.write_text(f"{FOLDER}/summary.md", markdown_report(summary))
     return run_dir.write_text(f"{FOLDER}/index.html", html_report(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from itertools import combinations
@@ -13,6 +14,7 @@ from .pareto_svg import pareto_svg
 from .records import COST_METRICS, Candidate, Objective, Rung, RunSummary, quantity
 from .tables import (
     Table,
+    after,
     cache_table,
     candidate_table,
     failure_table,
@@ -25,20 +27,21 @@ from .tables import (
 def html_report(summary: RunSummary) -> str:
     """The page of a run: key figures, Pareto plots, the front's head maps, comparisons, all candidates."""
     rung = summary.last
+    axes = plot_axes(summary.objectives)
     body = [
         f"<h1>{escape(summary.name)}</h1>",
         f'<p class="lead">{_lead(summary, rung)}</p>',
         _tiles(summary, rung),
-        *(_plot(rung, x, y) for x, y in plot_axes(summary.objectives)),
-        _front(summary, rung),
+        *(_plot(rung, x, y) for x, y in axes),
+        _front(rung),
         _table(hypervolume_table(summary)),
-        _table(share_table(summary, rung)),
-        _table(cache_table(summary, rung)),
+        *(_comparisons(summary, r) for r in reversed(summary.rungs)),
+        *(_earlier_plots(r, axes) for r in reversed(summary.rungs[:-1])),
         _table(failure_table(summary)),
         _table(stage_table(summary)),
-        _details(candidate_table(rung.candidates, "All candidates")),
+        *(_all_candidates(r) for r in reversed(summary.rungs)),
         '<div id="tip" role="status"></div>',
-        f'<script type="application/json" id="candidates">{_data(rung)}</script>',
+        f'<script type="application/json" id="candidates">{_data(summary.rungs)}</script>',
         f"<script>{_asset('page.js')}</script>",
     ]
     return (
@@ -105,7 +108,20 @@ def _plot(rung: Rung, x: Objective, y: Objective) -> str:
     return f'<div class="plot">{pareto_svg(rung.candidates, x, y)}</div>'
 
 
-def _front(summary: RunSummary, rung: Rung) -> str:
+def _earlier_plots(rung: Rung, axes: list[tuple[Objective, Objective]]) -> str:
+    plots = "".join(_plot(rung, x, y) for x, y in axes)
+    return f"<h2>All candidates {after(rung)}</h2>{plots}"
+
+
+def _comparisons(summary: RunSummary, rung: Rung) -> str:
+    return _table(share_table(summary, rung)) + _table(cache_table(summary, rung))
+
+
+def _all_candidates(rung: Rung) -> str:
+    return _details(candidate_table(rung.candidates, f"Metrics of all candidates {after(rung)}"))
+
+
+def _front(rung: Rung) -> str:
     if not rung.front:
         return ""
     cards = "".join(_card(c) for c in rung.front)
@@ -126,9 +142,14 @@ def _card(c: Candidate) -> str:
     )
     number, _, source = c.label.partition(" ")
     return (
-        f'<div class="card" id="card-{c.candidate}"><h3>{number} <span class="from">{escape(source)}</span>'
-        f"{badge}</h3><p>{metrics}</p>{headmap_svg(c.head_map)}</div>"
+        f'<div class="card" id="card-{c.key}"><h3>{number} <span class="from">{escape(source)}</span>'
+        f"{badge}</h3><p>{metrics}</p>{headmap_svg(c.head_map, cell=_cell_size(c))}</div>"
     )
+
+
+def _cell_size(c: Candidate) -> float:
+    """Pixels of a head in a card, larger for models of few layers."""
+    return min(18.0, max(9.0, 360 / c.head_map.model.num_layers - 2))
 
 
 def _table(table: Table) -> str:
@@ -159,17 +180,18 @@ def _rows(table: Table) -> str:
     )
 
 
-def _data(rung: Rung) -> str:
+def _data(rungs: Sequence[Rung]) -> str:
     """The candidates for the page's script, safe inside a script element."""
     points: dict[str, Any] = {
-        str(c.candidate): {
+        c.key: {
             "label": c.label,
             "metrics": [[name, quantity(name, value)] for name, value in c.metrics.items()],
             "layers": list(c.head_map.layers),
         }
+        for rung in rungs
         for c in rung.candidates
     }
-    sizes = {c.head_map.model.group_size for c in rung.candidates} or {1}
+    sizes = {c.head_map.model.group_size for rung in rungs for c in rung.candidates} or {1}
     data = {
         "groupSize": sizes.pop(),
         "colours": {op.value: colour for op, colour in COLOURS.items()},

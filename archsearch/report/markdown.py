@@ -5,6 +5,7 @@ from __future__ import annotations
 from .records import RunSummary
 from .tables import (
     Table,
+    after,
     cache_table,
     candidate_table,
     failure_table,
@@ -16,12 +17,15 @@ from .tables import (
 
 def markdown_report(summary: RunSummary) -> str:
     """All tables of a run, one after the other."""
-    rung = summary.last
+    comparisons = [
+        table
+        for rung in reversed(summary.rungs)
+        for table in (share_table(summary, rung), cache_table(summary, rung))
+    ]
     tables = [
         hypervolume_table(summary),
-        share_table(summary, rung),
-        cache_table(summary, rung),
-        candidate_table(rung.front, "Front"),
+        candidate_table(summary.last.front, f"Front {after(summary.last)}"),
+        *comparisons,
         failure_table(summary),
         stage_table(summary),
     ]

@@ -150,7 +150,7 @@ def _point(
     text = f"<title>{escape(point_text(c))}</title>" if titles else ""
     focus = ' tabindex="0"' if c.on_front else ""
     return (
-        f'<path class="point" data-key="{c.candidate}"{focus} '
+        f'<path class="point" data-key="{c.key}"{focus} '
         f'd="{mark.shape}" transform="translate({at})" fill="{mark.colour}" '
         f'fill-opacity="{opacity:g}" {edge}>{text}</path>'
     )

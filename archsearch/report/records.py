@@ -61,11 +61,19 @@ class Candidate:
     metrics: dict[str, float]
     proxy_tokens: int = 0
     on_front: bool = False
+    also: tuple[str, ...] = ()
+    """Other seed methods that chose the same map."""
+
+    @property
+    def key(self) -> str:
+        """Unique in a report: one candidate is measured again in each rung that it reaches."""
+        return f"{self.proxy_tokens}-{self.candidate}"
 
     @property
     def label(self) -> str:
         """`#12 causal score`, as captions call it."""
-        return f"#{self.candidate} {METHOD_TITLES.get(self.method, self.method)}"
+        titles = [METHOD_TITLES.get(method, method) for method in (self.method, *self.also)]
+        return f"#{self.candidate} {' = '.join(titles)}"
 
 
 @dataclass(frozen=True)

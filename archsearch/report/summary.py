@@ -82,6 +82,7 @@ def _rung(config: RunConfig, tokens: int, finished: list[Finished]) -> Rung:
             head_map=c.head_map,
             metrics=dict(c.metrics),
             proxy_tokens=tokens,
+            also=c.also,
             on_front=_group(c) != "random" and c.candidate in on_front,
         )
         for c in finished

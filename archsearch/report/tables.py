@@ -27,6 +27,13 @@ class Table:
     strong: frozenset[tuple[int, int]] = frozenset()
 
 
+def after(rung: Rung) -> str:
+    """How long the candidates of a rung were distilled, for headings."""
+    if not rung.proxy_tokens:
+        return "without distillation"
+    return f"after {rung.proxy_tokens:,} distillation tokens"
+
+
 def hypervolume_table(summary: RunSummary) -> Table:
     """Hypervolumes of the front, of the seeds alone and of the random control, a row a rung."""
     names = {"front": "front", "seeds": "seeds alone", "random": "random, equal trials"}
@@ -59,7 +66,7 @@ def share_table(summary: RunSummary, rung: Rung) -> Table:
     return _comparison(
         summary,
         rung,
-        "Best found beside the seeds, at each share of full-attention heads",
+        f"Best found beside the seeds at each share of full-attention heads, {after(rung)}",
         "fa_share",
         lambda value: f"{value:.1%}",
     )
@@ -71,13 +78,15 @@ def _comparison(
     objective = summary.quality
     scored = [c for c in rung.candidates if cost in c.metrics and objective.metric in c.metrics]
     seeds = [c for c in scored if c.group == "seed" and 0 < c.head_map.fa_share < 1]
-    methods = [m for m in METHOD_TITLES if any(c.method == m for c in seeds)]
+    methods = [m for m in METHOD_TITLES if any(m in (c.method, *c.also) for c in seeds)]
     extra = [g for g in ("random", "search") if any(c.group == g for c in scored)]
     rows: list[tuple[str, ...]] = []
     strong: set[tuple[int, int]] = set()
     for limit in _levels(c.metrics[cost] for c in seeds):
         cells: list[Candidate | None] = [
-            _best((c for c in seeds if c.method == m and _same(c, cost, limit)), objective)
+            _best(
+                (c for c in seeds if m in (c.method, *c.also) and _same(c, cost, limit)), objective
+            )
             for m in methods
         ]
         for group in extra:
@@ -157,7 +166,7 @@ def cache_table(summary: RunSummary, rung: Rung) -> Table:
             )
         )
     return Table(
-        "Best found at no more cache than each seed",
+        f"Best found at no more cache than each seed, {after(rung)}",
         ("seed", "FA share", "cache", objective.metric, "search, best", "candidate"),
         tuple(rows),
         "Equal head counts hide cost under grouped-query attention; this compares at equal memory.",

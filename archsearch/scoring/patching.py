@@ -105,13 +105,12 @@ def _pair_effects(teacher: Teacher, probe: Probe, *, decay: float, min_gap: floa
     with torch.inference_mode():
         traces, hidden_2AC = trace(model, ids_2T, len(probe.answer))
         readout = Readout.of(model, probe, decay)
-        streams_SAC = _patched_streams(model, traces)
-        clean, *_ = readouts = readout(model.model.norm(streams_SAC))
-        patched_LH = readouts[1:].view(shape.num_layers, shape.num_heads)
-        gap = float(clean - readout(hidden_2AC)[1])
+        readout_S = readout(model.model.norm(_patched_streams(model, traces))).cpu()
+        clean, patched_LH = readout_S[0], readout_S[1:].view(shape.num_layers, shape.num_heads)
+        gap = float(clean) - float(readout(hidden_2AC)[1])
         if not gap > min_gap:
-            return torch.full((shape.num_layers, shape.num_heads), math.nan)
-        return ((clean - patched_LH) / gap).float().cpu()
+            return torch.full_like(patched_LH, math.nan)
+        return (clean - patched_LH) / gap
 
 
 def pair_ids(probe: Probe) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,8 +182,3 @@ class Fronts:
         if self.control:
             parts.append(f"random search {volumes['random']:.4f}")
         return [text, f"hypervolume: {', '.join(parts)}"]
-
-
-def is_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether every metric is a finite number."""
-    return all(math.isfinite(value) for value in metrics.values())

@@ -21,7 +21,7 @@ from ..headmap import HeadMap
 from ..rundir import RunDir
 from .front import SEARCH
 from .records import TrialResult, TrialSpec
-from .samplers import derive_seed, distributions, make_sampler, record_violations
+from .samplers import admit, derive_seed, distributions, make_sampler, record_violations
 from .space import Point, RankedSpace, violation
 from .study import INTERRUPTED, ORPHANED, RungStudy, describe_trials, head_map_text
 
@@ -179,6 +179,8 @@ class Rung:
             study.enqueue_trial(dict(job.params), user_attrs=self._attributes(job))
             space = distributions(*self._space.fa_range()) if self._space and job.params else None
             trial = study.ask(space)
+            if space:
+                admit(study, trial)
         assert job.head_map is not None
         self._used.add(job.head_map.layers)
         return trial, job

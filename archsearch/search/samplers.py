@@ -11,7 +11,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers import BaseGASampler, BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial
 
 VIOLATIONS = "constraints"
@@ -37,10 +37,7 @@ def make_sampler(name: str, seed: int, *, trials: int, constrained: bool) -> Bas
 
 def _tpe(trials: int, options: dict[str, Any]) -> BaseSampler:
     # Seeds count as start-up trials; constant_liar keeps parallel asks apart.
-    options |= {"n_startup_trials": min(10, max(1, trials // 4)), "constant_liar": True}
-    if not _SETS_CONSTRAINTS:
-        options["multivariate"] = True  # The only way from Optuna 5 on.
-    return TPESampler(**options)
+    return TPESampler(n_startup_trials=min(10, max(1, trials // 4)), constant_liar=True, **options)
 
 
 def _nsga2(trials: int, options: dict[str, Any]) -> BaseSampler:
@@ -58,6 +55,15 @@ SAMPLERS: dict[str, Callable[[int, dict[str, Any]], BaseSampler]] = {
     "nsga2": _nsga2,
     "random": _random,
 }
+
+
+def admit(study: optuna.Study, trial: Trial) -> None:
+    """Tells a genetic sampler of a trial whose parameters were given, not sampled.
+
+    It breeds only from trials of a generation, and gives one only to those that it samples itself.
+    """
+    if isinstance(study.sampler, BaseGASampler):
+        study.sampler.get_trial_generation(study, study.get_trials(deepcopy=False)[trial.number])
 
 
 def distributions(low: int, high: int) -> dict[str, BaseDistribution]:

@@ -64,7 +64,9 @@ def draw(batch: int, tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prefill_and_decode_equal_the_full_forward(model: HydraHeadForCausalLM, length: int) -> None:
+def test_prefill_and_decode_equal_the_full_forward(
+    model: HydraHeadForCausalLM, length: int
+) -> None:
     ids = draw(2, length + 3)
     output = model(ids[:, :length], use_cache=True)
     logits, cache = [output.logits], output[CACHE_FIELD]
@@ -97,10 +99,10 @@ def test_generate_equals_full_forwards_step_by_step(model: HydraHeadForCausalLM)
     ids, mask = torch.zeros(2, 30, dtype=torch.long), torch.zeros(2, 30, dtype=torch.long)
     for row, prompt in enumerate(prompts):
         ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     for row, prompt in enumerate(prompts):
         sequence = prompt
-        for _ in range(6):
+        for _ in range(4):
             following = model(sequence[None]).logits[0, -1].argmax()
             sequence = torch.cat((sequence, following[None]))
         assert found[row, 30:].tolist() == sequence[len(prompt) :].tolist()
@@ -108,15 +110,15 @@ def test_generate_equals_full_forwards_step_by_step(model: HydraHeadForCausalLM)
 
 def test_generate_alone_equals_generate_without_a_cache(model: HydraHeadForCausalLM) -> None:
     ids = draw(1, 12)
-    with_cache = model.generate(ids, max_new_tokens=8, do_sample=False)
-    without = model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False)
+    with_cache = model.generate(ids, max_new_tokens=4, do_sample=False)
+    without = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)
     assert with_cache.tolist() == without.tolist()
 
 
 def test_beam_search_reorders_the_cache(model: HydraHeadForCausalLM) -> None:
     ids = draw(2, 12)
-    beams = model.generate(ids, max_new_tokens=6, num_beams=3, do_sample=False)
-    without = model.generate(ids, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False)
+    beams = model.generate(ids, max_new_tokens=4, num_beams=3, do_sample=False)
+    without = model.generate(ids, max_new_tokens=4, num_beams=3, do_sample=False, use_cache=False)
     assert beams.tolist() == without.tolist()
 
 
@@ -133,7 +135,9 @@ def test_run_layers_in_two_parts_equals_the_model(model: HydraHeadForCausalLM) -
 def test_heads_are_what_o_proj_sees(model: HydraHeadForCausalLM) -> None:
     seen: list[Tensor] = []
     attention = model.model.layers[0].self_attn
-    handle = attention.o_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    handle = attention.o_proj.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0])
+    )
     ids = draw(1, 9)
     model(ids)
     handle.remove()
@@ -193,3 +197,47 @@ def test_the_same_map_in_bf16_stays_close() -> None:
     found = model.bfloat16()(ids).logits
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+def test_scaled_rope_decodes_as_it_prefills(rope_type: str) -> None:
+    rope = {"rope_theta": 1e4, "rope_type": rope_type, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    if rope_type == "linear":
+        del rope["original_max_position_embeddings"]
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model, ids = build("FGN", rope_parameters=rope, max_position_embeddings=256), draw(1, 60)
+    cache = model(ids[:, :50], use_cache=True)[CACHE_FIELD]
+    found = model(ids[:, 50:], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids).logits[:, 50:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_as_long_as_the_input_is_full_attention() -> None:
+    full, native = build("F"), build("N", window=[70, 70])
+    source = {name.replace(".full.", ".nha."): tensor for name, tensor in full.state_dict().items()}
+    missing = native.load_state_dict(source, strict=False).missing_keys
+    assert all(name.endswith("slot_proj.weight") for name in missing)
+    ids = draw(2, 70)
+    torch.testing.assert_close(native(ids).logits, full(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_map": ["FF"]},
+        {"head_map": ["FFFX", "FFFF"]},
+        {"head_map": ["NFFF", "FFFF"], "window": [None, None]},
+        {"num_key_value_heads": 3},
+        {"head_dim": 7},
+        {"hidden_act": "gelu"},
+        {"gdn": {"rpoe": True}},
+        {"nha": {"norm": True}},
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
+    ],
+)
+def test_impossible_configs_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=next(iter(changes)).split("_")[-1] + "|NHA|switches|multiple"
+    ):
+        build("F", **changes)

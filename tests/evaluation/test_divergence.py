@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
-from archsearch.evaluation.divergence import TeacherReference, divergence
+from archsearch.evaluation.divergence import LOGIT_BYTES, TeacherReference, divergence
 from archsearch.models.teacher import Teacher
 from tests.random_models import random_teacher, random_tokens
 
@@ -76,7 +76,7 @@ def test_batches_and_chunks_change_nothing(
     tokens = random_tokens(5, 20)
     student = nudged(teacher, only="self_attn")
     whole = divergence(student, TeacherReference(teacher, tokens))
-    monkeypatch.setattr("archsearch.evaluation.divergence.LOGIT_BYTES", 4 * 300 * 7)
+    monkeypatch.setitem(LOGIT_BYTES, "cpu", 4 * 300 * 7)
     parts = divergence(student, TeacherReference(teacher, tokens, batch_tokens=batch_tokens))
     assert parts["kl"] == pytest.approx(whole["kl"], rel=1e-5)
     assert parts["top1_agreement"] == whole["top1_agreement"]

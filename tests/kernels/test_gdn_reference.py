@@ -19,7 +19,10 @@ def draw(tokens: int, decay: float, *, heads: int = 3, dim: int = 16) -> list[Te
     generator = torch.Generator().manual_seed(tokens)
     shape = (2, tokens, heads)
     q, k, v = (torch.randn(*shape, dim, generator=generator) for _ in range(3))
-    g, beta = -decay * torch.rand(shape, generator=generator), torch.rand(shape, generator=generator)
+    g, beta = (
+        -decay * torch.rand(shape, generator=generator),
+        torch.rand(shape, generator=generator),
+    )
     return [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, g, beta]
 
 
@@ -78,7 +81,9 @@ def test_half_precision_in_half_out_with_fp32_state() -> None:
     inputs = [x.bfloat16() for x in draw(65, 0.5)[:3]] + draw(65, 0.5)[3:]
     o, state = gated_delta_chunked(*inputs, scale=SCALE)
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(o.float(), gated_delta_reference(*inputs, SCALE)[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        o.float(), gated_delta_reference(*inputs, SCALE)[0], atol=1e-2, rtol=1e-2
+    )
 
 
 def test_backends_are_named_and_checked() -> None:

@@ -4,8 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
-from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from archsearch.errors import ConfigError
 from archsearch.models.adapters import count_parameters, shape_of

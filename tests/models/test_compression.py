@@ -28,7 +28,10 @@ def test_quantise_refuses_other_bits() -> None:
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.3)])
 def test_factorise_gives_low_rank_matrices_back(bits: int, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    left, right = torch.randn(2, 40, 5, generator=generator), torch.randn(2, 5, 33, generator=generator)
+    left, right = (
+        torch.randn(2, 40, 5, generator=generator),
+        torch.randn(2, 5, 33, generator=generator),
+    )
     delta = left @ right
     stored = {"w" + key: value for key, value in factorise(delta, 5, bits=bits).items()}
     back = multiply(stored, "w", delta.shape)

@@ -80,7 +80,9 @@ def test_to_hydrahead_shares_tensors() -> None:
     hf_model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=True))
     model = to_hydrahead(hf_model)
     full = model.model.layers[0].self_attn.full
-    assert full.q_proj.weight.data_ptr() == hf_model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert (
+        full.q_proj.weight.data_ptr() == hf_model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

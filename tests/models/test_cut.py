@@ -8,8 +8,7 @@ import torch
 from archsearch.headmap import HeadMap, Operator
 from archsearch.models.cut import cut
 from archsearch.models.teacher import Teacher
-
-from ..random_models import random_supernet, random_teacher, random_tokens
+from tests.random_models import random_supernet, random_teacher, random_tokens
 
 
 def head_outputs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -92,14 +92,11 @@ def test_locate_without_network_asks_the_local_cache_alone(monkeypatch: pytest.M
 def test_reading_explains_the_root_cause() -> None:
     source = Source("org/model")
     with (
-        pytest.raises(EnvironmentFault, match="config of org/model: .* hub cannot be reached"),
+        pytest.raises(EnvironmentFault, match=r"config of org/model: .* hub cannot be reached"),
         reading(source, "config"),
     ):
-        try:
-            raise LocalEntryNotFoundError("deep inside")
-        except LocalEntryNotFoundError as error:
-            raise OSError("We couldn't connect\nSecond line") from error
-    with pytest.raises(EnvironmentFault, match="KeyError: 'x'$"), reading(source, "weights"):
+        raise OSError("We couldn't connect\nSecond line") from LocalEntryNotFoundError("inside")
+    with pytest.raises(EnvironmentFault, match=r"KeyError: 'x'$"), reading(source, "weights"):
         raise KeyError("x")
     with pytest.raises(ConfigError, match="as it is"), reading(source, "weights"):
         raise ConfigError("as it is")

@@ -8,8 +8,7 @@ import torch
 from archsearch.config import GdnConfig
 from archsearch.errors import EnvironmentFault
 from archsearch.models.supernet import Supernet, read_meta
-
-from ..random_models import random_supernet, random_teacher
+from tests.random_models import random_supernet, random_teacher
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

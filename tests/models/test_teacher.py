@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A saved Qwen3 model with a tokenizer of bytes that has no pad token."""
-    torch.manual_seed(0)
+    torch.manual_seed(7)
     AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     return tmp_path
@@ -76,7 +76,7 @@ def test_tokenizer_without_pad(folder: Path) -> None:
 
 def test_tokenizer_without_any_special_token(folder: Path) -> None:
     change_config(folder, "tokenizer_config.json", bos_token=None, eos_token=None)
-    with pytest.raises(ConfigError, match="set pad_token in its tokenizer_config.json"):
+    with pytest.raises(ConfigError, match=r"set pad_token in its tokenizer_config\.json"):
         load_teacher(TeacherConfig(source=str(folder), device="cpu"))
 
 
@@ -93,7 +93,7 @@ def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
     text = "Żółw 123\n"
     assert teacher.tokenizer.decode(teacher.tokenizer(text).input_ids) == text
     assert load_teacher(config).fingerprint == teacher.fingerprint
-    with pytest.raises(EnvironmentFault, match="cannot read the"):
+    with pytest.raises(EnvironmentFault, match=r"cannot read the tokenizer .* files are missing"):
         load_teacher(TeacherConfig(source=str(tmp_path), device="cpu"))
 
 

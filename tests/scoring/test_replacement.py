@@ -29,6 +29,16 @@ def test_equals_the_divergence_of_the_cut_model(family: str, batch_tokens: int) 
     torch.testing.assert_close(found_LH, expected_LH, atol=1e-4, rtol=1e-4)
 
 
+def test_a_bf16_teacher_ranks_heads_as_its_fp32_self_does() -> None:
+    teacher = random_teacher()
+    supernet = random_supernet(teacher)
+    tokens_NT = random_tokens(2, 33)
+    exact_LH = replacement_kl(teacher, supernet, tokens_NT)
+    teacher.model.bfloat16()
+    rough_LH = replacement_kl(teacher, supernet, tokens_NT)
+    assert torch.corrcoef(torch.stack([exact_LH.flatten(), rough_LH.flatten()]))[0, 1] > 0.98
+
+
 def test_progress_counts_heads_and_hooks_are_gone() -> None:
     teacher = random_teacher()
     calls: list[tuple[int, int]] = []

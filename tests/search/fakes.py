@@ -26,13 +26,13 @@ SCORES = {"causal": CAUSAL, "replacement_kl": DAMAGE}
 
 
 def fake_config(**search: Any) -> RunConfig:
-    """A config for 12 trials of one rung; keywords set fields of its search section."""
+    """A config for 8 trials of one rung; keywords set fields of its search section."""
     data = {
         "schema": 1,
         "name": "fake",
         "teacher": {"source": "none"},
         "search": {
-            "trials": 12,
+            "trials": 8,
             "seeds": {"methods": ["all_full", "all_gdn", "causal", "random"], "fa_shares": [0.25]},
             "random_control": False,
             **search,

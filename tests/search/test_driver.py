@@ -1,0 +1,334 @@
+"""The search as a whole, with made-up metrics: counts, retries, kills, resumption, determinism, rungs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.execution.ray_executor import RayExecutor
+from archsearch.headmap import HeadMap
+from archsearch.rundir import RunDir
+from archsearch.search.driver import run_search
+from archsearch.search.outcome import SearchOutcome, read_outcome
+from tests.search.fakes import SCORES, SHAPE, FakeWorker, fake_config, fake_search, read_log
+
+
+def trials_of(folder: Path, name: str = "fake@0") -> list[optuna.trial.FrozenTrial]:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}")
+    return optuna.load_study(study_name=name, storage=storage).get_trials()
+
+
+def front_of(outcome: SearchOutcome) -> list[tuple[int, tuple[str, ...], float]]:
+    return [(c.candidate, c.head_map.layers, c.metrics["kl"]) for c in outcome.fronts.points]
+
+
+def assert_exact(outcome: SearchOutcome, folder: Path, trials: int) -> None:
+    """Every candidate ended once, no head map was evaluated for two of them, nothing is left open."""
+    found = [c.candidate for c in outcome.rungs[0].search]
+    failed = [f.candidate for f in outcome.rungs[0].failures]
+    assert sorted(found + failed) == list(range(trials))
+    maps = {t.user_attrs["candidate"]: t.user_attrs["head_map"] for t in trials_of(folder)}
+    assert len(set(maps.values())) == trials
+    assert all(trial.state.is_finished() for trial in trials_of(folder))
+
+
+def test_seeds_come_first_and_no_map_comes_twice(tmp_path: Path) -> None:
+    outcome = fake_search(fake_config(), tmp_path)
+    assert_exact(outcome, tmp_path, 8)
+    assert [c.source for c in outcome.rungs[0].search] == [
+        *("all_full", "all_gdn", "causal", "random"),
+        *["search"] * 4,
+    ]
+    assert outcome.failed == 0
+    assert max(len(trial.params) for trial in trials_of(tmp_path)) == 4
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    outcome = fake_search(fake_config(), tmp_path)
+    pareto = json.loads((tmp_path / "pareto.json").read_text())
+    assert pareto["schema"] == 1
+    assert [o["metric"] for o in pareto["objectives"]] == ["kl", "cache_bytes"]
+    assert pareto["hypervolume"] >= pareto["seeds"]["hypervolume"] > 0
+    for point in pareto["points"]:
+        saved = HeadMap.load(tmp_path / f"front/{point['candidate']}.json")
+        assert saved == HeadMap.from_json(point["head_map"])
+    rung = json.loads((tmp_path / "trials.json").read_text())["rungs"][0]
+    assert len(rung["candidates"]) == 8
+    assert sum(c["on_front"] for c in rung["candidates"]) == len(pareto["points"])
+    assert "hypervolume: front" in outcome.summary
+
+
+def test_failures_are_retried_and_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    faults = {
+        "2": ["raise"],
+        "4": ["raise", "raise"],
+        "5": ["nan"],
+        "6": ["missing"],
+        "7": ["pruned"],
+    }
+    outcome = fake_search(fake_config(max_retries=1), tmp_path, said=said, faults=faults)
+    assert_exact(outcome, tmp_path, 8)
+    assert {f.candidate: f.reason for f in outcome.rungs[0].failures} == {
+        4: "ValueError: broken",
+        5: "non-finite: kl",
+        6: "the worker left out kl",
+        7: "worse than half of its rung",
+    }
+    assert outcome.failed == 4
+    calls = Counter(call["candidate"] for call in read_log(tmp_path / "calls.jsonl"))
+    assert {number for number, count in calls.items() if count == 2} == {2, 4}
+    assert "candidate 2 (causal) failed: ValueError: broken; it is tried again" in said
+    (retry,) = [t for t in trials_of(tmp_path) if t.user_attrs["candidate"] == 2 and t.values]
+    first = trials_of(tmp_path)[retry.user_attrs["retry_of"]]
+    assert (first.state, first.user_attrs["reason"]) == (TrialState.FAIL, "ValueError: broken")
+    assert retry.user_attrs["head_map"] == first.user_attrs["head_map"]
+    assert [t.state for t in trials_of(tmp_path)].count(TrialState.PRUNED) == 1
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "failed").iterdir()]
+    assert {replay["spec"]["candidate"] for replay in kept} == {2, 4, 5, 6, 7}
+
+
+def test_a_failed_map_is_never_on_the_front(tmp_path: Path) -> None:
+    outcome = fake_search(fake_config(), tmp_path, faults={"0": ["nan"], "1": ["nan"]})
+    assert not {0, 1} & {c.candidate for c in outcome.fronts.points}
+
+
+def test_out_of_memory_is_tried_once_more_without_retries(tmp_path: Path) -> None:
+    config = fake_config(max_retries=0)
+    outcome = fake_search(config, tmp_path, faults={"3": ["memory"], "4": ["memory", "memory"]})
+    assert_exact(outcome, tmp_path, 8)
+    assert [f.candidate for f in outcome.rungs[0].failures] == [4]
+
+
+def test_same_seed_same_front_and_more_trials_extend_it(tmp_path: Path) -> None:
+    first = fake_search(fake_config(), tmp_path / "a")
+    second = fake_search(fake_config(), tmp_path / "b")
+    assert front_of(first) == front_of(second)
+    longer = fake_search(fake_config(trials=10), tmp_path / "a")
+    assert_exact(longer, tmp_path / "a", 10)
+    assert len(read_log(tmp_path / "a/calls.jsonl")) == 10
+    again = fake_search(fake_config(trials=10), tmp_path / "a")
+    assert len(read_log(tmp_path / "a/calls.jsonl")) == 10
+    assert front_of(again) == front_of(longer)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_kill_and_resume_reach_the_same_front(tmp_path: Path, sampler: str) -> None:
+    search = {"sampler": sampler, "trials": 10}
+    whole = fake_search(fake_config(**search), tmp_path / "whole")
+    folder = tmp_path / "killed"
+    # The worker dies, and in this process the driver with it: once in a seed, twice after the seeds.
+    payload = {"faults": {str(number): ["die"] for number in (2, 6, 8)}}
+    command = ["-m", "tests.search.fakes", str(folder), json.dumps(search), json.dumps(payload)]
+    for _ in range(3):
+        died = subprocess.run([sys.executable, *command], check=False, env=environment())
+        assert died.returncode == -signal.SIGKILL
+    said: list[str] = []
+    resumed = fake_search(fake_config(**search), folder, said=said)
+    assert said == ["fake@0: requeued after an interruption: candidate 8"]
+    assert_exact(resumed, folder, 10)
+    assert len(read_log(folder / "calls.jsonl")) == 10 + 3
+    assert front_of(resumed) == front_of(whole)
+
+
+def environment() -> dict[str, str]:
+    root = Path(__file__).parents[2]
+    paths = [os.environ.get("PYTHONPATH"), str(root), str(root / "kernels")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+@pytest.mark.parametrize("step", ["ask", "enqueue", "attributes", "metrics"])
+def test_a_kill_between_two_writes_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The driver stops dead right after one write: no clean-up runs, as after a SIGKILL."""
+    config = fake_config()
+    whole = fake_search(config, tmp_path / "whole")
+    stop_after(monkeypatch, step)
+    with pytest.raises(Killed):
+        fake_search(config, tmp_path / "killed")
+    monkeypatch.undo()
+    resumed = fake_search(config, tmp_path / "killed", said=[])
+    found = [c.candidate for c in resumed.rungs[0].search]
+    assert found == list(range(8))
+    assert front_of(resumed) == front_of(whole)
+    assert all(trial.state.is_finished() for trial in trials_of(tmp_path / "killed"))
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    from archsearch.search.study import RungStudy
+
+    owner: Any
+    owner, name = {
+        "ask": (optuna.Study, "ask"),
+        "enqueue": (optuna.Study, "enqueue_trial"),
+        "attributes": (optuna.trial.Trial, "set_user_attr"),
+        "metrics": (optuna.trial.Trial, "set_user_attr"),
+    }[step]
+    real, calls = getattr(owner, name), Counter[str]()
+
+    def stopping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = real(self, *args, **kwargs)
+        key = "method" if step == "attributes" else "metrics"
+        if owner is optuna.trial.Trial and args[0] != key:
+            return result
+        calls[name] += 1
+        if calls[name] == (6 if step == "ask" else 2):
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, stopping)
+    close = RungStudy.close_open_trials
+
+    def close_at_start_only(self: RungStudy, reason: str) -> Any:
+        return [] if reason == "interrupted" else close(self, reason)
+
+    monkeypatch.setattr(RungStudy, "close_open_trials", close_at_start_only)
+
+
+def test_an_interrupted_driver_leaves_nothing_running(tmp_path: Path) -> None:
+    class Interrupting(FakeWorker):
+        def __call__(self, spec: Any) -> Any:
+            if spec.candidate == 5:
+                raise KeyboardInterrupt
+            return super().__call__(spec)
+
+    from archsearch.execution.serial import SerialExecutor
+
+    config = fake_config()
+    payload = {"log": str(tmp_path / "calls.jsonl")}
+    with RunDir(tmp_path) as run_dir, pytest.raises(KeyboardInterrupt):
+        run_search(
+            config,
+            run_dir,
+            SHAPE,
+            SCORES,
+            make_executor=lambda: SerialExecutor(Interrupting, payload),
+        )
+    assert [t.user_attrs["reason"] for t in trials_of(tmp_path) if not t.values] == ["interrupted"]
+    assert_exact(fake_search(config, tmp_path), tmp_path, 8)
+
+
+def test_later_rungs_take_the_fronts_of_the_one_before(tmp_path: Path) -> None:
+    config = fake_config(proxy_tokens=[0, 100], random_control=True)
+    steps: list[tuple[int, int]] = []
+    with RunDir(tmp_path) as run_dir:
+        outcome = run_search(
+            config,
+            run_dir,
+            SHAPE,
+            SCORES,
+            lambda done, total: steps.append((done, total)),
+            make_executor=lambda: serial(tmp_path),
+        )
+    first, second = outcome.rungs
+    promoted, control = first.fronts.promoted()
+    assert [c.candidate for c in second.search] == [c.candidate for c in promoted]
+    assert [c.candidate for c in second.control] == [c.candidate for c in control]
+    assert len(first.control) == 8
+    assert all(c.source == "random-control" for c in first.control)
+    assert outcome.fronts.proxy_tokens == 100
+    for before in promoted:
+        (after,) = [c for c in second.search if c.candidate == before.candidate]
+        assert after.head_map == before.head_map
+        assert after.metrics["kl"] == pytest.approx(before.metrics["kl"] / 2)
+    total = 8 + 8 + len(promoted) + len(control)
+    assert steps[-1] == (total, total)
+    assert {c["proxy_tokens"] for c in read_log(tmp_path / "calls.jsonl")} == {0, 100}
+    read = read_outcome(config, RunDir(tmp_path), SHAPE)
+    assert [rung.to_json() for rung in read.rungs] == [rung.to_json() for rung in outcome.rungs]
+
+
+def serial(folder: Path) -> Any:
+    from archsearch.execution.serial import SerialExecutor
+
+    return SerialExecutor(FakeWorker, {"log": str(folder / "calls.jsonl")})
+
+
+def test_constraints_keep_maps_off_the_front_and_out_of_the_search(tmp_path: Path) -> None:
+    limits = [{"metric": "fa_share", "max": 0.5}, {"metric": "kl", "max": 12.0}]
+    outcome = fake_search(fake_config(constraints=limits), tmp_path)
+    by_number = {c.candidate: c for c in outcome.rungs[0].search}
+    assert not by_number[0].feasible  # all_full is a baseline all the same
+    assert all(c.metrics["fa_share"] <= 0.5 for c in by_number.values() if c.source == "search")
+    for point in outcome.fronts.points:
+        assert point.metrics["kl"] <= 12
+        assert point.metrics["fa_share"] <= 0.5
+
+
+def test_more_trials_than_seeds_leave_room_for_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    outcome = fake_search(fake_config(trials=3), tmp_path, said=said)
+    assert said == ["search.trials 3 leaves no room for the last 1 seeds"]
+    assert len(outcome.rungs[0].search) == 3
+
+
+def test_a_space_that_runs_out_of_maps_ends_with_a_clear_error(tmp_path: Path) -> None:
+    limits = [{"metric": "fa_share", "max": 0.0}]
+    with pytest.raises(ConfigError, match="no head map is left"):
+        fake_search(fake_config(constraints=limits), tmp_path)
+    assert all(trial.state.is_finished() for trial in trials_of(tmp_path))
+
+
+def test_a_study_of_another_config_is_refused_with_the_difference(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'shared.db'}"
+    fake_search(fake_config(trials=4, storage=storage), tmp_path / "a")
+    other = fake_config(trials=4, storage=storage, sampler="random")
+    with pytest.raises(ConfigError, match=r"search\.sampler: 'tpe' -> 'random'.*another `name`"):
+        fake_search(other, tmp_path / "b")
+
+
+@pytest.mark.parametrize("content", [b"not a database at all" * 60, b"truncated"])
+def test_a_damaged_database_is_named_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    database = tmp_path / "study.db"
+    if content == b"truncated":
+        fake_search(fake_config(trials=4), tmp_path)
+        content = database.read_bytes()[:9000]
+    database.write_bytes(content)
+    with pytest.raises(EnvironmentFault, match=r"study\.db: damaged or no SQLite database"):
+        fake_search(fake_config(trials=4), tmp_path)
+    assert database.read_bytes() == content
+
+
+def test_a_reader_does_not_block_the_run(tmp_path: Path) -> None:
+    import sqlite3
+
+    fake_search(fake_config(trials=4), tmp_path)
+    with sqlite3.connect(tmp_path / "study.db") as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM trials").fetchone()
+        start = time.monotonic()
+        fake_search(fake_config(trials=6), tmp_path)
+        assert time.monotonic() - start < 30
+    reader.close()
+
+
+def test_ray_worker_death_is_retried(tmp_path: Path, shared_ray: None) -> None:
+    payload = {"log": str(tmp_path / "calls.jsonl"), "faults": {"2": ["die"], "6": ["die", "die"]}}
+    config = fake_config()
+    with RunDir(tmp_path) as run_dir:
+        outcome = run_search(
+            config,
+            run_dir,
+            SHAPE,
+            SCORES,
+            make_executor=lambda: RayExecutor(FakeWorker, payload, workers=2, threads=1),
+        )
+    assert_exact(outcome, tmp_path, 8)
+    assert [(f.candidate, f.reason) for f in outcome.rungs[0].failures] == [(6, "worker died")]

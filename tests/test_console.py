@@ -1,0 +1,66 @@
+"""The lines of a run."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from archsearch import console
+from archsearch.console import Printer
+from archsearch.memory import MemoryWatch, tree_bytes
+
+
+def printer() -> tuple[Printer, io.StringIO]:
+    text = io.StringIO()
+    return Printer(Console(file=text, width=200)), text
+
+
+def test_stage_closes_with_name_summary_and_seconds() -> None:
+    out, text = printer()
+    with out.stage("data") as progress:
+        progress(1, 2)
+        progress.summary = "12 [rows]"
+    (line,) = text.getvalue().splitlines()
+    assert line.startswith("data")
+    assert "12 [rows]" in line
+    assert line.endswith(" s")
+
+
+def test_stage_that_raises_says_that_it_stopped() -> None:
+    out, text = printer()
+    with pytest.raises(ValueError, match="no"), out.stage("data"):
+        raise ValueError("no")
+    assert "stopped" in text.getvalue()
+
+
+def test_plain_progress_is_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "PLAIN_SECONDS", 0.05)
+    out, text = printer()
+    with out.stage("data") as progress:
+        for i in range(5):
+            progress(i, 10)
+        time.sleep(0.06)
+        progress(5, 10)
+    assert [row for row in text.getvalue().splitlines() if "of 10" in row] == [
+        "  data: 5 of 10 (50%)"
+    ]
+
+
+def test_terminal_shows_a_bar_and_the_closing_line() -> None:
+    text = io.StringIO()
+    out = Printer(Console(file=text, width=200, force_terminal=True))
+    with out.stage("data") as progress:
+        progress(1, 2)
+        progress.line("a word")
+        progress.summary = "done"
+    assert "a word" in text.getvalue()
+    assert "done" in text.getvalue()
+
+
+def test_memory_watch_sees_this_process() -> None:
+    with MemoryWatch(interval_seconds=0.01) as watch:
+        peak = watch.take_peak()
+    assert peak >= 0.5 * tree_bytes() > 2**20

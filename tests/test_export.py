@@ -1,0 +1,136 @@
+"""Exported folders: loaded by transformers alone with the same logits, and never over other files."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from archsearch import export as export_module
+from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
+from archsearch.errors import ConfigError
+from archsearch.export import export
+from archsearch.headmap import HeadMap, Operator
+from archsearch.models.cut import cut
+from tests.random_models import random_supernet, random_teacher, random_tokens
+
+ROWS = ("FFGG", "GGGG", "GFFG")
+
+LOAD_ALONE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"archsearch", "archsearch_kernels", "fla"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+for folder in sys.argv[1:]:
+    assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "hydrahead"
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    case = torch.load(folder + ".pt")
+    with torch.no_grad():
+        difference = (model(case["ids"]).logits - case["logits"]).abs().max()
+    assert difference < 1e-5, difference
+    inputs = tokenizer(["a few words", "more"], return_tensors="pt", padding=True)
+    text = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert text.shape[1] == inputs.input_ids.shape[1] + 5
+assert not any(name.startswith("archsearch") for name in sys.modules)
+"""
+
+
+def write_case(folder: Path, family: str, tied: bool, rows: tuple[str, ...]) -> None:
+    """Exports a random hybrid to folder, and inputs with their logits to folder.pt."""
+    teacher = random_teacher(family, tied=tied)
+    teacher.tokenizer.pad_token = teacher.tokenizer.eos_token
+    teacher.tokenizer.padding_side = "left"
+    head_map = HeadMap(teacher.shape, rows, window=(16, 8, None), slots=(4, 4, None))
+    model = cut(teacher, random_supernet(teacher), head_map)
+    export(model, teacher.tokenizer, head_map, folder, {"candidate": 7})
+    ids = random_tokens(2, 70)
+    with torch.no_grad():
+        logits = model(ids).logits
+    torch.save({"ids": ids, "logits": logits}, f"{folder}.pt")
+
+
+def test_export_loads_without_this_package(tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    write_case(folders[0], "qwen3", True, ROWS)
+    write_case(folders[1], "qwen2", False, ("FFNG", "NNNN", "GFFG"))
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    # The transformers of this process, should it lie elsewhere than the interpreter's own.
+    environment["PYTHONPATH"] = str(Path(transformers.__file__).parents[1])
+    environment |= {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOAD_ALONE, *map(str, folders)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_export_round_trip_with_this_package(tmp_path: Path) -> None:
+    teacher = random_teacher("llama", tied=True)
+    head_map = HeadMap(teacher.shape, ROWS)
+    model = cut(teacher, random_supernet(teacher), head_map)
+    before = model.config.to_dict()
+    export(model, teacher.tokenizer, head_map, tmp_path, {"candidate": 7})
+    assert model.config.to_dict() == before
+    again = HydraHeadForCausalLM.from_pretrained(tmp_path)
+    ids = random_tokens(1, 20)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert HeadMap.load(tmp_path / "head_map.json") == head_map
+    assert json.loads((tmp_path / "provenance.json").read_text()) == {"candidate": 7}
+
+
+def test_export_copies_the_code_verbatim(tmp_path: Path) -> None:
+    export_module.copy_code(tmp_path)
+    own = Path(export_module.__file__).parent / "attention"
+    names = {path.name for path in own.glob("*.py")} - {"__init__.py"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        text = (own / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == text
+        assert not re.search(rb"^\s*(from \.\.|(from|import) archsearch\b)", text, re.MULTILINE)
+
+
+def test_export_readme_names_runtimes(tmp_path: Path) -> None:
+    teacher = random_teacher()
+    head_map = HeadMap(teacher.shape, ROWS)
+    model = cut(teacher, random_supernet(teacher), head_map)
+    export(model, teacher.tokenizer, head_map, tmp_path, {"source": "an experiment"})
+    text = (tmp_path / "README.md").read_text()
+    assert "4 FULL, 8 GDN of 12 query heads (3 layers of 4)" in text
+    for runtime in ("transformers", "vLLM", "llama.cpp", "an experiment"):
+        assert runtime in text
+
+
+def test_export_refuses(tmp_path: Path) -> None:
+    teacher = random_teacher()
+    head_map = HeadMap.uniform(teacher.shape, Operator.FULL)
+    model = cut(teacher, None, head_map)
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        export(model, teacher.tokenizer, head_map, tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+    with pytest.raises(ConfigError, match="cannot make this folder"):
+        export(model, teacher.tokenizer, head_map, kept, {})
+    with pytest.raises(ValueError, match="not that of the model"):
+        export(model, teacher.tokenizer, HeadMap(teacher.shape, ROWS), tmp_path / "new", {})

@@ -1,0 +1,160 @@
+"""The run directory: one writer, whole files, a config that stays, and what the run was made with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archsearch.config import RunConfig
+from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.rundir import RunDir, differences, network_file_system, require_disk
+
+HOLD = """
+import sys, time
+from archsearch.rundir import RunDir
+with RunDir(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def config(**sections: Any) -> RunConfig:
+    data = {"schema": 1, "name": "a", "teacher": {"source": "x"}, **sections}
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[1])
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    with (
+        pytest.raises(EnvironmentFault, match=rf"in use by pid {holder.pid} on \S+"),
+        RunDir(tmp_path / "run"),
+    ):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    with RunDir(tmp_path / "run"):
+        assert str(os.getpid()) in (tmp_path / "run/lock").read_text()
+
+
+def test_a_lock_is_free_again_after_the_block(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunDir(tmp_path):
+            pass
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="not a directory"), RunDir(tmp_path / "run"):
+        pass
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.write_text("scores.json", "old")
+
+    def write_half() -> None:
+        with run_dir.replacing("scores.json") as path:
+            path.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert (tmp_path / "scores.json").read_text() == "old"
+    with pytest.raises(ValueError, match="Out of range"):
+        run_dir.write_json("scores.json", float("nan"))
+    assert os.listdir(tmp_path) == ["scores.json"]
+
+
+def test_json_round_trips_and_damage_is_named(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.write_json("deep/er.json", {"a": [1, 2]})
+    assert run_dir.read_json("deep/er.json") == {"a": [1, 2]}
+    with pytest.raises(ConfigError, match=r"none\.json: missing"):
+        run_dir.read_json("none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"bad\.json: damaged"):
+        run_dir.read_json("bad.json")
+
+
+def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.freeze_config(config())
+    run_dir.freeze_config(config())
+    changed = config(search={"objectives": [{"metric": "kl", "direction": "minimize"}]}, seed=4)
+    with pytest.raises(ConfigError) as caught:
+        run_dir.freeze_config(changed)
+    message = str(caught.value)
+    assert "seed: 0 -> 4" in message
+    assert "search.objectives: " in message
+    assert "--set supernet.source=" in message
+    assert run_dir.load_config() == config()
+
+
+def test_what_no_finished_work_depends_on_may_change(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.freeze_config(config())
+    longer = config(search={"trials": 99}, execution={"workers": 2, "executor": "serial"})
+    run_dir.freeze_config(longer)
+    assert run_dir.load_config() == longer
+
+
+def test_a_config_of_another_version_is_named(tmp_path: Path) -> None:
+    RunDir(tmp_path).write_json("config.json", {"schema": 0})
+    with pytest.raises(ConfigError, match="of another version"):
+        RunDir(tmp_path).load_config()
+
+
+def test_stages_are_remembered(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert run_dir.stage("scores") is None
+    run_dir.mark_done("scores", seconds=1.5)
+    details = run_dir.stage("scores")
+    assert details is not None
+    assert details["seconds"] == 1.5
+
+
+def test_provenance_grows_with_each_call(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for seed in (1, 2):
+        run_dir.record_provenance(seed)
+    calls = run_dir.read_json("provenance.json")["calls"]
+    assert [call["seed"] for call in calls] == [1, 2]
+    assert {"argv", "git_commit", "versions", "host", "time"} <= calls[0].keys()
+    assert calls[0]["versions"]["optuna"]
+
+
+def test_too_little_disk_is_found_before_the_start(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    require_disk(tmp_path / "not/there/yet", 1)
+    with pytest.raises(EnvironmentFault, match="GB is needed"):
+        RunDir(tmp_path).require_disk(2 * free + 10**9)
+
+
+def test_network_file_systems_are_recognised() -> None:
+    mounts = (
+        "root / ext4 rw 0 0\nserver:/x /home nfs4 rw 0 0\nlocal /home/me/my\\040disk xfs rw 0 0\n"
+    )
+    assert network_file_system(Path("/var/run"), mounts) is None
+    assert network_file_system(Path("/home/me/run"), mounts) == "nfs4"
+    assert network_file_system(Path("/home/me/my disk/run"), mounts) is None
+
+
+def test_differences_reach_into_sections() -> None:
+    old, new = {"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3, "e": 4}, "d": [2]}
+    assert differences(old, new) == {"a.c": (2, 3), "a.e": (None, 4), "d": ([1], [2])}
