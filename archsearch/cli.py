@@ -17,7 +17,7 @@ import typer
 
 from .configfile import load_config
 from .console import Printer
-from .errors import ArchsearchError, EnvironmentFault
+from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .rundir import RunDir
 
 INTERRUPTED = 130
@@ -95,7 +95,7 @@ def export(
     with faults(debug):
         chosen = [candidate is not None, knee, fa_share is not None]
         if sum(chosen) != 1:
-            raise typer.BadParameter("give exactly one of --candidate, --knee and --fa-share")
+            raise ConfigError("export: give exactly one of --candidate, --knee and --fa-share")
         from .candidates import export_candidate
 
         typer.echo(export_candidate(RunDir(run), to, candidate=candidate, fa_share=fa_share))
@@ -199,6 +199,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(format="archsearch: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Stages print their own.
     app()
 
 

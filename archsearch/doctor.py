@@ -85,7 +85,7 @@ def _gated_delta_net(topic: str) -> Finding:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     error = gated_delta_error(device, dtype)
     ok = error <= TOLERANCE[dtype]
-    verdict = "agrees with" if ok else "DIFFERS from"
+    verdict = "agree with" if ok else "DIFFER from"
     return Finding(
         topic,
         f"{backend_reason()}; a small forward and backward {verdict} the fp32 reference "

@@ -82,9 +82,15 @@ def evaluation_tokens(config: RunConfig) -> int:
     return text + 2 * config.probes.prompts * sum(config.probes.contexts)
 
 
-def make_plan(config: RunConfig, info: TeacherInfo, finished: Collection[str] = ()) -> Plan:
-    """Estimates a run from the teacher's size and a matmul rate measured here and now."""
-    rate = matmul_rate(_device(config))
+def make_plan(
+    config: RunConfig,
+    info: TeacherInfo,
+    finished: Collection[str] = (),
+    *,
+    rate_flops: float | None = None,
+) -> Plan:
+    """Estimates a run from the teacher's size and a matmul rate, measured here and now if not given."""
+    rate = rate_flops or matmul_rate(_device(config))
     forward = 2 * info.num_parameters / (rate * FORWARD_EFFICIENCY)
     work = {
         "teacher": _teacher(info),
@@ -122,8 +128,10 @@ def matmul_rate(device: torch.device) -> float:
 
 def _teacher(info: TeacherInfo) -> tuple[str, float]:
     shape = info.shape
+    millions = info.num_parameters / 1e6
+    size = f"{millions:,.0f}" if millions >= 10 else f"{millions:.2g}"
     what = (
-        f"{shape.family}, {info.num_parameters / 1e6:,.3g} M parameters, {shape.num_layers} layers x "
+        f"{shape.family}, {size} M parameters, {shape.num_layers} layers x "
         f"{shape.num_heads} heads, {shape.num_kv_heads} KV heads of {shape.head_dim}"
     )
     return what, 2 + info.num_parameters / 2e7
@@ -209,5 +217,7 @@ def _memory_bytes(config: RunConfig, info: TeacherInfo) -> int:
 def _disk_bytes(config: RunConfig, info: TeacherInfo) -> int:
     twins = 4 * _twin_parameters(info)
     checkpoint = 3 * twins if config.supernet.source == TRAIN else 0
-    distilled = config.search.trials // 2 * twins if max(config.search.proxy_tokens) else 0
+    # A distilled candidate is stored in fp16; later rungs take some third of them.
+    stored = config.search.trials if config.search.proxy_tokens[0] else config.search.trials // 3
+    distilled = stored * twins // 2 if max(config.search.proxy_tokens) else 0
     return checkpoint + twins + distilled + 64 * 1024**2

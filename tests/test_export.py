@@ -110,6 +110,15 @@ def test_export_copies_the_code_verbatim(tmp_path: Path) -> None:
         assert not re.search(rb"^\s*(from \.\.|(from|import) archsearch\b)", text, re.MULTILINE)
 
 
+def test_model_names_every_module_of_its_code() -> None:
+    """transformers 5.6 copies only those that the modeling file imports itself, newer ones all that it reaches."""
+    own = Path(export_module.__file__).parent / "attention"
+    text = (own / "modeling_hydrahead.py").read_text()
+    named = set(re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE))
+    others = {path.stem for path in own.glob("*.py")} - {"__init__", "modeling_hydrahead"}
+    assert named == others
+
+
 def test_export_readme_names_runtimes(tmp_path: Path) -> None:
     teacher = random_teacher()
     head_map = HeadMap(teacher.shape, ROWS)

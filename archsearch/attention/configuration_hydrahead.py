@@ -16,7 +16,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GDN_DEFAULTS = {"rope": True, "norm": True, "gate": True, "bias": True, "conv": False}
 
 
-class HydraHeadConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
+class HydraHeadConfig(PretrainedConfig):
     """Geometry, head map and operator switches.
 
     head_map[l][h] is the letter of query head h of layer l; empty means full attention everywhere. window[l] and

@@ -157,7 +157,8 @@ def gated_delta_chunked(
 
     With G the cumulated log decay within a chunk that starts at state S_0, the written values U solve
     (I + A) U = b (V - exp(G) K S_0), A_ij = b_i exp(G_i - G_j) k_i.k_j below the diagonal (WY form); U is affine in
-    S_0, so everything but the pass of S over chunks is done for all chunks at once.
+    S_0, and so are the outputs and the next chunk's state: everything but that affine pass of S over chunks, one
+    product a chunk, is done for all chunks at once.
     """
     with torch.autocast(q_BTHD.device.type, enabled=False):
         o_BHTD, state = _chunked(
@@ -192,28 +193,26 @@ def _chunked(
         upper=False,
         unitriangular=True,
     )
-    written, erased = solved.split(dim, dim=-1)
     local = (q @ k.transpose(-1, -2)) * within * scale
-    q_decayed = q * (total.exp() * scale)
+    o_written, o_erased = (local @ solved).split(dim, dim=-1)
     k_to_end = (k * (total[..., -1:, :] - total).exp()).transpose(-1, -2)
-    chunk_decay = total[..., -1:, :].exp()
-    state = (
-        initial_state.float() if initial_state is not None else q.new_zeros(batch, heads, dim, dim)
-    )
-    outputs = []
+    added, removed = (k_to_end @ solved).split(dim, dim=-1)
+    kept = torch.eye(dim, device=q.device) * total[..., -1:, :].exp() - removed
+    state = q.new_zeros(batch, heads, dim, dim) if initial_state is None else initial_state.float()
+    state, first_states = state.flatten(0, 1), []
     for n in range(q.shape[2]):
-        u = torch.baddbmm(_flat(written[:, :, n]), _flat(erased[:, :, n]), _flat(state), alpha=-1)
-        o = torch.bmm(_flat(local[:, :, n]), u)
-        outputs.append(torch.baddbmm(o, _flat(q_decayed[:, :, n]), _flat(state)))
-        kept = state * chunk_decay[:, :, n]
-        state = torch.baddbmm(_flat(kept), _flat(k_to_end[:, :, n]), u).view_as(kept)
-    return torch.stack(outputs, dim=1).view(batch, heads, -1, dim), state
+        first_states.append(state)
+        state = torch.baddbmm(added[:, :, n].flatten(0, 1), kept[:, :, n].flatten(0, 1), state)
+    first = torch.stack(first_states, dim=1).unflatten(0, (batch, heads))
+    o_BHNCD = o_written + (q * (total.exp() * scale) - o_erased) @ first
+    return o_BHNCD.flatten(2, 3), state.view(batch, heads, dim, dim)
 
 
 def _chunks(x_BTHX: Tensor, size: int) -> Tensor:
     """[B, T, H, X] to fp32 [B, H, N, C, X], zeros after the end: they neither decay nor write."""
-    missing = -x_BTHX.shape[1] % size
-    x_BHTX = torch.nn.functional.pad(x_BTHX.transpose(1, 2).float(), (0, 0, 0, missing))
+    x_BHTX, missing = x_BTHX.transpose(1, 2).float(), -x_BTHX.shape[1] % size
+    if missing:
+        x_BHTX = torch.nn.functional.pad(x_BHTX, (0, 0, 0, missing))
     return x_BHTX.reshape(*x_BHTX.shape[:2], -1, size, x_BHTX.shape[-1])
 
 
@@ -223,8 +222,3 @@ def _decay_between(total_BHNC1: Tensor) -> Tensor:
     later = torch.ones(size, size, dtype=torch.bool, device=total_BHNC1.device).triu(1)
     difference = total_BHNC1 - total_BHNC1.transpose(-1, -2)
     return difference.masked_fill(later, float("-inf")).exp()
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Batch and heads as one axis, for bmm."""
-    return x.flatten(0, 1)

@@ -28,6 +28,7 @@ from .window_slots import attend as _attend  # noqa: F401 - see below
 
 # transformers 5.6 copies only what this file imports itself, so every module of the folder is imported here.
 __all__ = [
+    "CACHE_FIELD",
     "HybridAttention",
     "HydraHeadConfig",
     "HydraHeadForCausalLM",
@@ -143,7 +144,7 @@ class HydraHeadLayer(nn.Module):
         return output
 
 
-class HydraHeadPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+class HydraHeadPreTrainedModel(PreTrainedModel):
     """What transformers wants to know of both models."""
 
     config_class = HydraHeadConfig
@@ -164,7 +165,7 @@ class HydraHeadPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
             module.reset_parameters()
 
 
-class HydraHeadModel(HydraHeadPreTrainedModel):  # type: ignore[no-untyped-call]
+class HydraHeadModel(HydraHeadPreTrainedModel):
     """Embedding, layers and final norm."""
 
     def __init__(self, config: HydraHeadConfig) -> None:
@@ -267,7 +268,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):  # type: ignore[no-untyped-call]
         return self.rotary.tables(position_ids, hidden_BTC.dtype)
 
 
-class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
     """HydraHeadModel with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012

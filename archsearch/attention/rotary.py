@@ -31,7 +31,8 @@ class Rotary:
             rope = self.config.rope_parameters
             if rope["rope_type"] == "default":
                 powers = torch.arange(0, self.config.head_dim, 2, dtype=torch.float, device=device)
-                found = (rope["rope_theta"] ** -(powers / self.config.head_dim), 1.0)
+                # The form that Hugging Face uses, so that both round alike.
+                found = (1.0 / rope["rope_theta"] ** (powers / self.config.head_dim), 1.0)
             else:
                 found = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
             self._frequencies[device] = found

@@ -111,9 +111,7 @@ class _Search:
         if not self._config.search.random_control:
             return search, []
         maps = _random_maps(self._shape, self._config.seed, trials)
-        return search, [
-            Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)
-        ]
+        return search, [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
 
     def _params(self, seed: Seed) -> dict[str, float]:
         return self._space.encode(seed.head_map).params()

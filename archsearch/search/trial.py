@@ -35,6 +35,7 @@ from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
 from ..training.distill import distill, trainable_parameters
 from ..training.loop import NonFiniteLoss
+from .front import CONTROL
 from .records import TrialResult, TrialSpec
 
 TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
@@ -72,8 +73,8 @@ class TrialWorker:
     def __call__(self, spec: TrialSpec) -> TrialResult:
         """Evaluates one candidate. The same spec gives the same metrics.
 
-        Too little memory, and values that are not finite, come back as a failed result; its spec is kept
-        in trials/*.failed.json for replay. Anything else is raised.
+        Too little memory, and values that are not finite, come back as a failed result; calling again
+        with its spec replays it. Anything else is raised.
         """
         started = time.monotonic()
         torch.manual_seed(spec.seed)
@@ -94,8 +95,6 @@ class TrialWorker:
         if bad:
             reason = f"{NON_FINITE}: {', '.join(bad)}"
             metrics = {name: value for name, value in metrics.items() if name not in bad}
-        if reason is not None:
-            self._keep_for_replay(spec, reason)
         return TrialResult(
             candidate=spec.candidate,
             status="ok" if reason is None else "failed",
@@ -180,11 +179,6 @@ class TrialWorker:
         if self.teacher.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _keep_for_replay(self, spec: TrialSpec, reason: str) -> None:
-        path = trained_path(self.run_dir, spec).with_suffix(".failed.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"reason": reason, "spec": spec.to_json()}, indent=1) + "\n")
-
 
 def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
     """The retrieval prompts of every trial: each kind at each context, disjoint from the scores'."""
@@ -207,7 +201,7 @@ def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
 
 def trained_path(run_dir: Path, spec: TrialSpec) -> Path:
     """Where a distilled candidate's weights lie; the control study counts its candidates by itself."""
-    control = "random-" if spec.method == "random-control" else ""
+    control = "random-" if spec.method == CONTROL else ""
     return run_dir / "trials" / f"{control}{spec.candidate}-{spec.proxy_tokens}.safetensors"
 
 

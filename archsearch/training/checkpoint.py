@@ -39,7 +39,7 @@ def save_checkpoint(
         "losses": json.dumps(state.losses),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.new")
     try:
         save_file(tensors, temporary, metadata=metadata)
         with temporary.open("rb") as file:

@@ -71,7 +71,7 @@ def distill(
             lambda step: batches(start_step + step),
             progress=progress,
         )
-    student.requires_grad_(False).eval()
+    student.requires_grad_(False).train(False)
     return Distillation(
         tokens=plan.steps * batch_tokens,
         steps=plan.steps,
