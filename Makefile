@@ -7,6 +7,8 @@ CONFIG ?= search_spaces/tiny.yaml
 BIN := .venv/bin
 STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Threads that spin while they wait make small operations far slower on a busy machine.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup demo test lint pytest format smollm2 gpu clean
 

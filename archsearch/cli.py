@@ -198,6 +198,9 @@ def main() -> None:
     # A polite kill ends like Ctrl-C, so that workers are shut down and the run can go on later.
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(format="archsearch: %(message)s")
+    # OpenMP threads that spin while they wait make small operations 100 times slower wherever another
+    # process wants the core; torch reads this when it is imported, workers inherit it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Stages print their own.
     app()

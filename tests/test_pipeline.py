@@ -14,9 +14,10 @@ from archsearch.configfile import load_config
 from archsearch.console import Printer
 from archsearch.errors import ConfigError
 from archsearch.headmap import HeadMap
-from archsearch.pipeline import RunContext, plan_run, run_stages
+from archsearch.pipeline import plan_run, run_stages
 from archsearch.plan import STAGES
 from archsearch.rundir import RunDir
+from archsearch.stages import RunContext
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,9 @@ class HeadIndex:
     def on(self, device: torch.device) -> Tensor:
         """The heads as an int64 tensor on device."""
         if device not in self._tensors:
-            self._tensors[device] = torch.tensor(self.heads, dtype=torch.long, device=device)
+            # Made under inference_mode, the index could not serve a later backward pass.
+            with torch.inference_mode(False):
+                self._tensors[device] = torch.tensor(self.heads, dtype=torch.long, device=device)
         return self._tensors[device]
 
 

@@ -31,6 +31,7 @@ from .prompts import (
     compose,
     draw_distractor,
     draw_script,
+    fewer_questions,
     encode,
     needle,
     question,
@@ -131,8 +132,8 @@ def retrieval_rows(
 ) -> NDArray[np.uint32]:
     """Draws training rows [count, length]: single and multi-key prompts by turns, answers included.
 
-    A multi-key row asks for all its keys in random order, so that it teaches more than one answer. No
-    row repeats a probe, whatever the seeds. Raises ConfigError where length is too short.
+    A multi-key row asks for its keys in random order, as many as fit, so that it teaches more than one
+    answer. No row repeats a probe, whatever the seeds. Raises ConfigError where length is too short.
     """
     rows = np.empty((count, length), dtype=np.uint32)
     for index in range(count):
@@ -140,6 +141,7 @@ def retrieval_rows(
         num_keys = _num_keys(KINDS[index % 2], keys)
         script = draw_script(rng, num_keys, digits, rng.random())
         script = replace(script, asked=tuple(rng.sample(list(script.values), num_keys)))
+        script = fewer_questions(tokenizer, script, length)
         prompt = compose(tokenizer, rng, script, length)
         # Filler again, so that the row is full to its last token.
         tail = " ".join(islice(haystack_sentences(rng), 16))

@@ -5,7 +5,7 @@ What a probe or a training row makes of such a prompt lies in niah.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
@@ -99,12 +99,8 @@ def compose(
 
     Raises ConfigError where the needles and questions alone take more.
     """
-    needles = [needle(key, value) for key, value in script.values.items()]
-    *answered, open_key = script.asked
-    parts = [f"{question(key)} {script.values[key]}." for key in answered]
-    questions = "\n\n".join([*parts, question(open_key)])
-    last = script.values[open_key]
-    bare = len(encode(tokenizer, f"{' '.join(needles)}\n\n{questions} {last}"))
+    needles, questions, last = _parts(script)
+    bare = _bare_tokens(tokenizer, script)
     if bare > max_tokens:
         raise ConfigError(
             f"retrieval prompts: {max_tokens} tokens are too short for {len(needles)} needles and "
@@ -117,6 +113,29 @@ def compose(
             return text
         # Lengths do not quite add up: a tokenizer may merge across sentences, or split the first word.
         filler.remove(min(filler, key=len))
+
+
+def fewer_questions(
+    tokenizer: PreTrainedTokenizerBase, script: Script, max_tokens: int
+) -> Script:
+    """The script with its first questions left out until the rest takes max_tokens, or one is left."""
+    while len(script.asked) > 1 and _bare_tokens(tokenizer, script) > max_tokens:
+        script = replace(script, asked=script.asked[1:])
+    return script
+
+
+def _parts(script: Script) -> tuple[list[str], str, str]:
+    """Needles, questions with all answers but the last, and that last answer."""
+    needles = [needle(key, value) for key, value in script.values.items()]
+    *answered, open_key = script.asked
+    parts = [f"{question(key)} {script.values[key]}." for key in answered]
+    return needles, "\n\n".join([*parts, question(open_key)]), script.values[open_key]
+
+
+def _bare_tokens(tokenizer: PreTrainedTokenizerBase, script: Script) -> int:
+    """Tokens of a prompt without filler, its last answer included."""
+    needles, questions, last = _parts(script)
+    return len(encode(tokenizer, f"{' '.join(needles)}\n\n{questions} {last}"))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

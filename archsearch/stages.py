@@ -1,0 +1,248 @@
+"""What each stage of a run does, from the teacher to the report."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .config import RunConfig
+from .console import StageProgress
+from .data.corpora import load_tokens, training_batches
+from .data.niah import Probe, make_probes, retrieval_rows
+from .models.supernet import Supernet
+from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
+from .plan import TRAIN, train_tokens
+from .report.files import write_report
+from .report.records import bytes_text
+from .rundir import RunDir
+from .scoring.composite import HeadScores, composite
+from .scoring.patching import receiver_effects
+from .scoring.replacement import replacement_kl
+from .search.driver import SearchOutcome, run_search
+from .training.align import align
+from .training.loop import BatchSource
+
+SCHEMA = 1
+
+
+@dataclass
+class RunContext:
+    """What the stages of one run share."""
+
+    config: RunConfig
+    run_dir: RunDir
+    loaded: Teacher | None = None
+    supernet: Supernet | None = None
+    outcome: SearchOutcome | None = None
+
+    def teacher(self) -> Teacher:
+        """The teacher, loaded at its first use."""
+        if self.loaded is None:
+            self.loaded = load_teacher(self.config.teacher)
+        return self.loaded
+
+    def twins(self) -> Supernet:
+        """The run's supernet, loaded at its first use."""
+        if self.supernet is None:
+            self.supernet = Supernet.load(self.run_dir / "supernet.safetensors", self.teacher())
+        return self.supernet
+
+    def release(self) -> None:
+        """Lets go of teacher and supernet: during the search the workers hold their own."""
+        self.loaded = self.supernet = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def seed(self, purpose: str) -> int:
+        """A seed of its own for each purpose, from the config's."""
+        digest = hashlib.sha256(f"{self.config.seed}/{purpose}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
+
+
+Stage = Callable[[RunContext, StageProgress], str]
+"""Does a stage's work and returns what its closing line says."""
+
+
+def _load_teacher(context: RunContext, progress: StageProgress) -> str:
+    teacher = context.teacher()
+    shape = teacher.shape
+    facts = {"model": asdict(shape), "fingerprint": teacher.fingerprint}
+    context.run_dir.write_json("teacher.json", {"schema": SCHEMA, **facts})
+    return (
+        f"{shape.family}, {shape.num_layers} layers x {shape.num_heads} heads, "
+        f"{shape.num_kv_heads} KV heads, on {teacher.device}"
+    )
+
+
+def _make_data(context: RunContext, progress: StageProgress) -> str:
+    """Writes heldout.npy, and train.npy and retrieval.npy where the run trains anything."""
+    data, teacher = context.config.data, context.teacher()
+    heldout = load_tokens(
+        data.heldout,
+        teacher.tokenizer,
+        teacher,
+        sequences=data.heldout_sequences,
+        length=data.sequence_length,
+        seed=context.seed("heldout"),
+        progress=progress,
+    )
+    _write_array(context.run_dir, "heldout.npy", heldout)
+    rows = math.ceil(train_tokens(context.config) / data.sequence_length)
+    if not rows:
+        return f"{heldout.size:,} held-out tokens"
+    prompts = round(rows * data.niah_share)
+    same_corpus = data.train.source != "teacher" and data.train == data.heldout
+    text = load_tokens(
+        data.train,
+        teacher.tokenizer,
+        teacher,
+        sequences=max(1, rows - prompts),
+        length=data.sequence_length,
+        seed=context.seed("train"),
+        skip=data.heldout_sequences if same_corpus else 0,
+        progress=progress,
+    )
+    _write_array(context.run_dir, "train.npy", text)
+    if prompts:
+        retrieval = retrieval_rows(
+            teacher.tokenizer,
+            prompts,
+            data.sequence_length,
+            keys=context.config.probes.multi_keys,
+            digits=context.config.probes.digits,
+            seed=context.seed("retrieval"),
+            progress=progress,
+        )
+        _write_array(context.run_dir, "retrieval.npy", retrieval)
+    return f"{heldout.size:,} held-out and {text.size:,} training tokens, {prompts:,} prompts"
+
+
+def _write_array(run_dir: RunDir, name: str, array: np.ndarray[Any, Any]) -> None:
+    with run_dir.replacing(name) as path, path.open("wb") as file:
+        np.save(file, array)
+
+
+def _token_tensor(rows: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _make_supernet(context: RunContext, progress: StageProgress) -> str:
+    """Writes supernet.safetensors: trained here, or a copy of the config's."""
+    config, teacher, run_dir = context.config, context.teacher(), context.run_dir
+    target = run_dir / "supernet.safetensors"
+    if config.supernet.source != TRAIN:
+        source = resolve_path(config.supernet.source)
+        context.supernet = Supernet.load(source, teacher)
+        with run_dir.replacing(target.name) as path:
+            shutil.copyfile(source, path)
+        tokens = context.supernet.meta.get("tokens")
+        trained = f", trained on {tokens:,} tokens" if tokens else ""
+        return f"{bytes_text(target.stat().st_size)} from {config.supernet.source}{trained}"
+    checkpoint = run_dir / "align.checkpoint.safetensors"
+    supernet = Supernet.migrated(teacher, config.supernet.gdn)
+    context.supernet = align(
+        teacher,
+        supernet,
+        _batches(context),
+        config.supernet,
+        checkpoint=checkpoint,
+        heldout_NT=_token_tensor(np.load(run_dir / "heldout.npy")),
+        seed=context.seed("align"),
+        progress=progress,
+    )
+    context.supernet.save(target, teacher, rank=config.supernet.rank)
+    checkpoint.unlink(missing_ok=True)
+    error = context.supernet.meta["metrics"]["error_median"]
+    return (
+        f"{config.supernet.tokens:,} tokens, median error of a twin {error:.3f}, "
+        f"{bytes_text(target.stat().st_size)}"
+    )
+
+
+def _batches(context: RunContext) -> BatchSource:
+    """Training batches from a step on, the same at every call."""
+    config, run_dir = context.config, context.run_dir
+    text = np.load(run_dir / "train.npy", mmap_mode="r")
+    has_prompts = (run_dir / "retrieval.npy").exists()
+    prompts = np.load(run_dir / "retrieval.npy", mmap_mode="r") if has_prompts else None
+    sequences = max(1, config.supernet.batch_tokens // config.data.sequence_length)
+    share = config.data.niah_share if has_prompts else 0.0
+    seed = context.seed("batches")
+    return lambda step: training_batches(
+        text,
+        prompts,
+        niah_share=share,
+        batch_sequences=sequences,
+        seed=seed,
+        start_step=step,
+    )
+
+
+def _score(context: RunContext, progress: StageProgress) -> str:
+    """Writes scores.json (causal) and replacement_kl.json."""
+    scoring, teacher = context.config.scoring, context.teacher()
+    effects = {
+        f"niah_{kind}": receiver_effects(
+            teacher, _score_probes(context, kind), decay=scoring.decay, progress=progress
+        )
+        for kind in ("single", "multi")
+    }
+    causal = composite(effects, threshold=scoring.threshold)
+    causal.save(context.run_dir / "scores.json")
+    rows = np.load(context.run_dir / "heldout.npy")
+    rows = rows[: scoring.replacement_sequences, : scoring.replacement_length]
+    tokens = _token_tensor(rows).to(teacher.device)
+    damage = replacement_kl(teacher, context.twins(), tokens, progress)
+    HeadScores.plain("replacement_kl", damage).save(context.run_dir / "replacement_kl.json")
+    usable = sum(int(e.isfinite().flatten(1).all(1).sum()) for e in effects.values())
+    return f"{usable} of {2 * scoring.pairs} pairs usable, scores.json"
+
+
+def _score_probes(context: RunContext, kind: str) -> list[Probe]:
+    config = context.config
+    return make_probes(
+        context.teacher().tokenizer,
+        kind,
+        config.scoring.pairs,
+        config.scoring.context,
+        keys=config.probes.multi_keys,
+        digits=config.probes.digits,
+        seed=context.seed("scoring"),
+    )
+
+
+def _search(context: RunContext, progress: StageProgress) -> str:
+    run_dir = context.run_dir
+    context.release()
+    tables = {
+        "causal": HeadScores.load(run_dir / "scores.json").composite,
+        "replacement_kl": HeadScores.load(run_dir / "replacement_kl.json").composite,
+    }
+    shape = inspect_teacher(context.config.teacher).shape
+    context.outcome = run_search(
+        context.config, run_dir, shape, tables, progress, say=progress.line
+    )
+    return context.outcome.summary
+
+
+def _report(context: RunContext, progress: StageProgress) -> str:
+    return str(write_report(context.run_dir))
+
+
+STAGE_WORK: dict[str, Stage] = {
+    "teacher": _load_teacher,
+    "data": _make_data,
+    "supernet": _make_supernet,
+    "scores": _score,
+    "search": _search,
+    "report": _report,
+}
