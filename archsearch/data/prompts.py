@@ -115,9 +115,7 @@ def compose(
         filler.remove(min(filler, key=len))
 
 
-def fewer_questions(
-    tokenizer: PreTrainedTokenizerBase, script: Script, max_tokens: int
-) -> Script:
+def fewer_questions(tokenizer: PreTrainedTokenizerBase, script: Script, max_tokens: int) -> Script:
     """The script with its first questions left out until the rest takes max_tokens, or one is left."""
     while len(script.asked) > 1 and _bare_tokens(tokenizer, script) > max_tokens:
         script = replace(script, asked=script.asked[1:])

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import RunConfig, SeedConfig
+from ..config import RunConfig, SeedConfig, SeedMethod
 from ..data.corpora import training_batches
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.retrieval import retrieval
@@ -43,7 +43,7 @@ from ..training.twin_error import measure_twins
 from .records import LabBook
 
 SHARES = (0.25, 0.125)
-METHODS = ("causal", "replacement_kl", "even_layers")
+METHODS: tuple[SeedMethod, ...] = ("causal", "replacement_kl", "even_layers")
 RANDOM_SEEDS = 5
 
 
@@ -148,7 +148,10 @@ def recover(bench: Bench, supernet: Supernet, rank: int, tokens: int) -> None:
         warmup_steps=10,
     )
     train(
-        TrainingState(trained, groups), plan, AlignmentLoss(bench.teacher, supernet, variance), stream
+        TrainingState(trained, groups),
+        plan,
+        AlignmentLoss(bench.teacher, supernet, variance),
+        stream,
     )
     bake(supernet)
 

@@ -1,6 +1,6 @@
 """Draws text from a config's teacher and keeps it as token ids, for shipping beside the model.
 
-    python -m archsearch.lab.draw_text search_spaces/tiny.yaml --sequences 512 --length 512 --seed 11 --to train.npy
+python -m archsearch.lab.draw_text search_spaces/tiny.yaml --sequences 512 --length 512 --seed 11 --to train.npy
 """
 
 from __future__ import annotations

@@ -40,7 +40,11 @@ def commit() -> str:
     """The commit of the source tree, or "unknown" outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() or "unknown"
 

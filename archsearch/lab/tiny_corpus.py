@@ -97,12 +97,16 @@ class _Writer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: Random) -> None:
         self.rng = rng
         self.bos = int(tokenizer.bos_token_id)
-        self.encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self._tokenizer = tokenizer
         self.filler = [self.encode(text) for text in islice(haystack_sentences(rng), 20_000)]
         self.needles = {key: self.encode(needle(key, "1122")) for key in KEYS}
         self.questions = {key: self.encode(question(key)) for key in KEYS}
         self.pairs = [self.encode(f"{pair:02d}")[0] for pair in range(100)]
         self.stop = self.encode(".")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, no BOS."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def row(self, length: int) -> Row:
         """One row of exactly length tokens."""
@@ -155,11 +159,11 @@ class _Writer:
             sentences.insert(rng.randint(0, len(sentences)), key)
         ids: list[int] = []
         weights: list[float] = []
-        for sentence in sentences:
-            if isinstance(sentence, str):
-                self._statement(ids, weights, sentence, values[sentence], FIRST_VALUE_WEIGHT)
+        for part in sentences:
+            if isinstance(part, str):
+                self._statement(ids, weights, part, values[part], FIRST_VALUE_WEIGHT)
             else:
-                self._add(ids, weights, sentence, 1.0)
+                self._add(ids, weights, part, 1.0)
         for key in asked:
             self._add(ids, weights, self.questions[key], 0.2)
             self._add(ids, weights, values[key], RECALL_WEIGHT)

@@ -39,7 +39,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=2048,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -102,7 +102,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = tiny_config(tokenizer)
     config._attn_implementation = "sdpa"
-    model = Qwen3ForCausalLM(config).to(device)
+    model = Qwen3ForCausalLM(config)
+    model.to(device=torch.device(device))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05, fused=device == "cuda"
     )
@@ -140,7 +141,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 "step": step,
                 "tokens": tokens,
                 "seconds": round(time.monotonic() - started, 1),
-                "loss": round(float(loss), 4),
+                "loss": round(loss.item(), 4),
                 "multi4": match,
             }
             log["rows"].append(row)
@@ -161,10 +162,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _loader(
-    tokenizer: PreTrainedTokenizerFast, lengths: tuple[int, ...], args: argparse.Namespace, step: int
+    tokenizer: PreTrainedTokenizerFast,
+    lengths: tuple[int, ...],
+    args: argparse.Namespace,
+    step: int,
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     rows = Rows(tokenizer, lengths, args.batch_tokens, args.seed + step)
-    return DataLoader(rows, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
+    return DataLoader(
+        rows, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None
+    )
 
 
 def main() -> None:
