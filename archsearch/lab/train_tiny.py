@@ -102,8 +102,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = tiny_config(tokenizer)
     config._attn_implementation = "sdpa"
-    model = Qwen3ForCausalLM(config)
-    model.to(device=torch.device(device))
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05, fused=device == "cuda"
     )
