@@ -185,6 +185,8 @@ class SeedConfig(Section):
         "random",
     )
     fa_shares: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.25, 0.125)
+    random_maps: Positive = 1
+    """Random maps at each share."""
 
 
 class SearchConfig(Section):

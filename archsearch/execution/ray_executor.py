@@ -6,7 +6,9 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from typing import Any
 
 # Ray listens on every interface unless told that this machine forms no cluster; it reads this variable
@@ -173,6 +175,7 @@ def start_ray(num_cpus: int) -> None:
             f"{temporary}: {free / 1e9:.2f} GB of disk is free, Ray needs {_TEMPORARY_BYTES / 1e9:.2f} GB "
             "there; set RAY_TMPDIR to a roomier folder"
         )
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             # "local" keeps Ray from joining a cluster that RAY_ADDRESS names.
@@ -191,6 +194,9 @@ def start_ray(num_cpus: int) -> None:
                 "missing or wrong; run `ray get-auth-token --generate`, or set RAY_AUTH_MODE=disabled"
             ) from None
         raise EnvironmentFault(f"Ray cannot start: {_first_lines(error)}") from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray puts its own handler in the place of the caller's, which ends the process on the spot.
+        signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _check_gpus(workers: int, gpus_per_worker: float) -> None:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PACKAGES = ("torch", "transformers", "triton", "fla-core", "optuna", "ray")
 
 
-def machine() -> str:
+def this_machine() -> str:
     """The accelerator's name, or the processor's architecture and cores."""
-    import os
-
-    import torch
-
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return f"CPU {platform.machine()}, {os.cpu_count()} cores"
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Python and those of PACKAGES that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -50,15 +49,24 @@ def commit() -> str:
 
 
 class LabBook:
-    """Collects figures of one topic and writes them with what produced them."""
+    """Collects figures of one topic and writes them with what produced them.
 
-    def __init__(self, seed: int, *, command: str | None = None) -> None:
+    machine and versions are of the run that the figures are read off, where that is not this process.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        machine: str | None = None,
+        versions: dict[str, str] | None = None,
+    ) -> None:
         self.rows: list[dict[str, Any]] = []
         self._common = {
-            "command": command or " ".join(["python", "-m", *_module(), *sys.argv[1:]]),
+            "command": " ".join(["python", "-m", *_module(), *sys.argv[1:]]),
             "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
+            "machine": machine or this_machine(),
+            "versions": versions or installed_versions(),
             "seed": seed,
             "date": datetime.date.today().isoformat(),
         }

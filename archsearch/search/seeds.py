@@ -60,15 +60,15 @@ def seed_maps(
     """
     found: dict[HeadMap, Seed] = {}
     for method in config.methods:
-        for share in config.fa_shares if method in SELECTORS else (0.0,):
-            if method in SELECTORS:
+        if method in UNIFORM:
+            _insert(found, Seed(method, HeadMap.uniform(shape, UNIFORM[method])))
+            continue
+        for share in config.fa_shares:
+            for number in range(config.random_maps if method == "random" else 1):
                 # A string seed is hashed with SHA-512, so the draw is the same in every process.
-                rng = random.Random(f"{seed}/{method}/{share}")
+                rng = random.Random(f"{seed}/{method}/{share}" + (f"/{number}" if number else ""))
                 full = SELECTORS[method](Request(shape, scores, share, rng))
-                head_map = HeadMap.from_full_heads(shape, full)
-            else:
-                head_map = HeadMap.uniform(shape, UNIFORM[method])
-            _insert(found, Seed(method, head_map))
+                _insert(found, Seed(method, HeadMap.from_full_heads(shape, full)))
     return list(found.values())
 
 
