@@ -87,20 +87,8 @@ class RunDir:
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
         """A temporary path to write; it becomes `name` in one step once the block ends without error."""
-        target = self / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix
-        )
-        os.close(handle)
-        try:
-            yield Path(temporary)
-            _flush(Path(temporary))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-            _flush(target.parent)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with replacing(self / name) as temporary:
+            yield temporary
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a text file in one step and returns its path."""
@@ -192,6 +180,24 @@ class RunDir:
             f"{self.path} is on a network file system ({kind}), where SQLite's locks are not safe: "
             "let only one machine use this run, or set search.storage"
         ]
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary path to write; it becomes target in one step, and on disk, once the block ends without error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.stem}-", suffix=target.suffix
+    )
+    os.close(handle)
+    try:
+        yield Path(temporary)
+        _flush(Path(temporary))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+        _flush(target.parent)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def require_disk(path: Path, needed_bytes: int) -> None:

@@ -148,6 +148,8 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         trained = f", trained on {tokens:,} tokens" if tokens else ""
         return f"{bytes_text(target.stat().st_size)} from {config.supernet.source}{trained}"
     checkpoint = run_dir / "align.checkpoint.safetensors"
+    if checkpoint.exists():
+        progress.line("alignment goes on from its checkpoint")
     supernet = Supernet.migrated(teacher, config.supernet.gdn)
     context.supernet = align(
         teacher,

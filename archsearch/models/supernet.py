@@ -21,6 +21,7 @@ from ..attention.gdn import GatedDeltaHeads
 from ..config import GdnConfig
 from ..errors import EnvironmentFault
 from ..headmap import HeadMap, ModelShape, Operator
+from ..rundir import replacing
 from .compression import LEFT, ROWS, SCALE, dequantise, factorise, multiply, quantise
 from .convert import config_of, with_head_map
 from .teacher import Teacher
@@ -91,9 +92,8 @@ class Supernet(nn.Module):
             if stack.is_floating_point() and not bool(torch.isfinite(stack).all()):
                 raise ValueError(f"supernet: {name} is not finite and is not saved")
         tensors = {name: stack.cpu().contiguous() for name, stack in stacks.items()}
-        temporary = path.with_name(path.name + ".new")
-        save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(meta)})
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={METADATA_KEY: json.dumps(meta)})
 
     @classmethod
     def load(cls, path: Path, teacher: Teacher, *, any_teacher: bool = False) -> Supernet:

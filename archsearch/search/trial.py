@@ -33,6 +33,7 @@ from ..headmap import HeadMap
 from ..models.cut import cut
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
+from ..rundir import replacing
 from ..training.distill import distill, trainable_parameters
 from ..training.loop import NonFiniteLoss
 from .front import CONTROL
@@ -220,13 +221,8 @@ def save_trained(
         parameter.data.copy_(half)
         tensors[name] = half.contiguous()
     metadata = {"schema": "1", "tokens": str(tokens), "head_map": json.dumps(spec.head_map)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_trained(student: HydraHeadForCausalLM, path: Path) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ConfigError, EnvironmentFault
+from ..rundir import replacing
 from .loop import TrainingState
 
 SCHEMA = 1
@@ -38,15 +38,8 @@ def save_checkpoint(
         "step": str(state.step),
         "losses": json.dumps(state.losses),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(state: TrainingState, path: Path, *, identity: str) -> dict[str, Tensor]:
