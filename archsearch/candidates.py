@@ -61,6 +61,8 @@ def choose(
     if not points:
         raise ConfigError(f"{run_dir.path}: the front is empty")
     if fa_share is not None:
+        if not 0 <= fa_share <= 1:
+            raise ConfigError(f"--fa-share {fa_share:g}: not allowed; allowed: 0 to 1")
         return _at_share(points, pareto["objectives"], fa_share)
     number = pareto["knee"] if candidate is None else candidate
     seeds: list[dict[str, Any]] = pareto["seeds"]["points"]

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -74,9 +75,10 @@ def validate(config: ConfigPath, overrides: Overrides = None, debug: Debug = Fal
         from .models.teacher import inspect_teacher
         from .preflight import check_config, check_machine
 
-        check_machine(settings)
-        info = inspect_teacher(settings.teacher)
-        check_config(settings, info)
+        with naming(config):
+            check_machine(settings)
+            info = inspect_teacher(settings.teacher)
+            check_config(settings, info)
         typer.echo(f"{config}: valid for {settings.teacher.source} ({info.shape.family})")
 
 
@@ -133,7 +135,8 @@ def dashboard(
         typer.echo(f"http://127.0.0.1:{port}/ (Ctrl-C stops it)")
         command = [str(program), storage, "--host", "127.0.0.1", "--port", str(port)]
         with contextlib.suppress(KeyboardInterrupt):
-            status = subprocess.run(command, check=False).returncode
+            # Ctrl-C reaches it too, where it would print a traceback: it leaves its end to us.
+            status = subprocess.run(command, check=False, preexec_fn=_ignore_interrupt).returncode
             if status:
                 raise EnvironmentFault(f"dashboard: optuna-dashboard ended with status {status}")
 
@@ -166,27 +169,42 @@ def _run(
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
-    for line in plan_run(settings, place).lines():
+    with naming(config):
+        plan = plan_run(settings, place)
+    for line in plan.lines():
         printer.line(line)
     if not dry_run:
         run_stages(settings, place, printer, last=last)
 
 
 @contextlib.contextmanager
+def naming(config: Path) -> Iterator[None]:
+    """Puts the config's path before a ConfigError that names only the field."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{config}: {error}") from error
+
+
+@contextlib.contextmanager
 def faults(debug: bool) -> Iterator[None]:
-    """Turns a user's fault into one line on stderr and its exit status; --debug keeps the traceback."""
+    """Turns a user's fault into one line on stderr and its exit status; --debug adds the traceback."""
     try:
         yield
     except ArchsearchError as error:
         if debug:
-            raise
+            traceback.print_exc()
         typer.echo(f"archsearch: {error}", err=True)
         raise typer.Exit(error.exit_status) from error
     except KeyboardInterrupt as error:
         if debug:
-            raise
+            traceback.print_exc()
         typer.echo("archsearch: interrupted; the same command goes on from here", err=True)
         raise typer.Exit(INTERRUPTED) from error
+
+
+def _ignore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -47,11 +47,11 @@ class Section(BaseModel):
 class TeacherConfig(Section):
     """The pretrained full-attention model that is searched over."""
 
-    source: str
+    source: Annotated[str, Field(min_length=1)]
     """Hub id, folder, .gguf file, or `package:NAME/PATH` inside an installed Python package."""
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
     random_weights: bool = False

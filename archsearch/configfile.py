@@ -78,6 +78,8 @@ class _Reader:
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{self._at(0)}: not YAML: {reason}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{self._at(0)}: not a config: nested too deeply") from error
         return None if node is None else self._build(node, path)
 
     def _at(self, line: int) -> str:
@@ -91,8 +93,10 @@ class _Reader:
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
+                _check_tag(node, "map", where, path)
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
+                _check_tag(node, "seq", where, path)
                 return [self._build(item, (*path, i)) for i, item in enumerate(node.value)]
             return self._scalar(node, path, where)
         finally:
@@ -116,17 +120,23 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: KeyPath, where: str) -> Any:
         kind = node.tag.rpartition(":")[2]
-        if kind not in _SCALARS or not node.tag.startswith("tag:yaml.org,2002:"):
-            raise ConfigError(
-                f"{where}: {dotted(path)}: tag {node.tag} is not allowed; only plain values are"
-            )
+        _check_tag(node, kind if kind in _SCALARS else "str", where, path)
         try:
             value = _SCALARS[kind](node.value)
         except ValueError as error:
-            raise ConfigError(f"{where}: {dotted(path)}: {node.value!r} is no {kind}") from error
+            raise ConfigError(
+                f"{where}: {dotted(path)}: {node.value[:60]!r} is no {kind}"
+            ) from error
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{where}: {dotted(path)}: {node.value} is not allowed; be finite")
         return value
+
+
+def _check_tag(node: yaml.Node, kind: str, where: str, path: KeyPath) -> None:
+    if node.tag != f"tag:yaml.org,2002:{kind}":
+        raise ConfigError(
+            f"{where}: {dotted(path)}: tag {node.tag} is not allowed; only plain values are"
+        )
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -155,7 +165,7 @@ def _check_schema(data: Mapping[str, Any], origins: Mapping[KeyPath, str], sourc
     """Refuses configs of another version before anything else in them is judged."""
     if "schema" not in data:
         raise ConfigError(f"{source}:1: schema: missing; write `schema: {SCHEMA}`")
-    if data["schema"] != SCHEMA or isinstance(data["schema"], bool):
+    if data["schema"] != SCHEMA or type(data["schema"]) is not int:
         raise ConfigError(
             f"{origins[('schema',)]}: schema: {data['schema']!r} is another version of the config "
             f"format; this archsearch reads {SCHEMA}"
@@ -174,6 +184,11 @@ def _validate(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: s
             d
             for d, loc in zip(details, locs, strict=True)
             if not (d["type"] == "too_short" and any(_inside(other, loc) for other in locs))
+        ]
+        # A misspelt key is also a missing one: name what was written, not what it should have been.
+        misspelt = {tuple(d["loc"])[:-1] for d in details if d["type"] == "extra_forbidden"}
+        details = [
+            d for d in details if not (d["type"] == "missing" and tuple(d["loc"])[:-1] in misspelt)
         ]
         located = [(_origin(tuple(d["loc"]), origins, source), d) for d in details]
         where, detail = min(located, key=lambda pair: _line(pair[0]))
@@ -298,7 +313,7 @@ def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str]) -> 
     where = f"--set {override}"
     if not equals or not name.strip():
         raise ConfigError(f"{where}: write it as path.to.key=value")
-    steps = tuple(int(s) if s.isdigit() else s for s in name.strip().split("."))
+    steps = tuple(int(s) if s.isascii() and s.isdigit() else s for s in name.strip().split("."))
     target: Any = data
     for depth, step in enumerate(steps):
         path = steps[: depth + 1]

@@ -26,6 +26,7 @@ def plan_run(config: RunConfig, run_dir: RunDir) -> Plan:
     check_machine(config)
     info = inspect_teacher(config.teacher)
     check_config(config, info)
+    run_dir.check_frozen(config)
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
     plan = make_plan(config, info, finished)
     check_memory(plan, pick_device(config.teacher.device))

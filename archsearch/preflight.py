@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from .config import RunConfig
-from .errors import ConfigError, EnvironmentFault
+from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .models.teacher import TeacherInfo, resolve_path
 from .plan import TRAIN, Plan
 from .report.records import bytes_text
@@ -59,14 +59,21 @@ def check_machine(config: RunConfig) -> None:
     if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
         raise EnvironmentFault("execution.executor: the Python package ray is not installed")
     if config.supernet.source != TRAIN:
-        resolve_path(config.supernet.source)
+        _check_file("supernet.source", config.supernet.source)
     for field, text in (("train", config.data.train), ("heldout", config.data.heldout)):
         if text.source == "file":
-            resolve_path(str(text.path))
+            _check_file(f"data.{field}.path", str(text.path))
         if text.source == "datasets" and importlib.util.find_spec("datasets") is None:
             raise EnvironmentFault(
                 f"data.{field}: the Python package datasets is not installed (pip install datasets)"
             )
+
+
+def _check_file(field: str, source: str) -> None:
+    try:
+        resolve_path(source)
+    except ArchsearchError as error:
+        raise type(error)(f"{field}: {error}") from error
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:

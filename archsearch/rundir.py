@@ -110,10 +110,17 @@ class RunDir:
             raise ConfigError(f"{self / name}: damaged, not JSON: {error}") from error
 
     def freeze_config(self, config: RunConfig) -> None:
-        """Stores the config, or checks that it agrees with the one that the run was started with.
+        """Stores the config. RESUMABLE fields may differ from those that the run was started with.
 
-        RESUMABLE fields may differ: the new value is stored. Raises ConfigError that lists the other
-        differences and says how to go on.
+        Raises ConfigError where others do, as check_frozen does.
+        """
+        self.check_frozen(config)
+        self.write_json("config.json", config.model_dump(mode="json", by_alias=True))
+
+    def check_frozen(self, config: RunConfig) -> None:
+        """Checks a config against the one that the run was started with, if it was; writes nothing.
+
+        Raises ConfigError that lists the differences beyond RESUMABLE and says how to go on.
         """
         new = config.model_dump(mode="json", by_alias=True)
         if (self / "config.json").exists():
@@ -130,7 +137,6 @@ class RunDir:
                     f"--run-dir; --set supernet.source={self / 'supernet.safetensors'} there reuses "
                     "the supernet if it still fits"
                 )
-        self.write_json("config.json", new)
 
     def load_config(self) -> RunConfig:
         """The config that the run was started with. Raises ConfigError where there is none."""

@@ -51,6 +51,14 @@ def test_missing_teacher_is_status_3(run_config: Path) -> None:
     assert "nowhere" in output
 
 
+def test_missing_files_are_named_with_their_field(run_config: Path) -> None:
+    for field in ("supernet.source", "data.heldout.path"):
+        overrides = ["--set", "data.heldout.source=file", "--set", "data.heldout.path=/"]
+        status, output = call("validate", run_config, *overrides, "--set", f"{field}=/nowhere")
+        assert status == 3
+        assert output == f"archsearch: {field}: /nowhere: no such file or folder\n"
+
+
 def test_gpus_that_are_not_there_are_status_3(run_config: Path) -> None:
     status, output = call("validate", run_config, "--set", "execution.gpus_per_worker=64")
     assert status == 3
@@ -62,6 +70,7 @@ def test_constraint_that_no_map_meets_is_status_2_before_the_search(run_config: 
     status, output = call("validate", run_config, "--set", bound)
     assert status == 2
     assert "smallest" in output
+    assert output.startswith(f"archsearch: {run_config}: search.constraints[0].max: ")
 
 
 def test_context_beyond_the_teacher_is_status_2(run_config: Path) -> None:
@@ -71,11 +80,10 @@ def test_context_beyond_the_teacher_is_status_2(run_config: Path) -> None:
 
 
 def test_debug_shows_the_traceback(run_config: Path) -> None:
-    result = runner.invoke(
-        app, ["validate", str(run_config), "--set", "search.nothing=1", "--debug"]
-    )
-    assert result.exit_code == 1
-    assert type(result.exception).__name__ == "ConfigError"
+    status, output = call("validate", run_config, "--set", "search.nothing=1", "--debug")
+    assert status == 2
+    assert "Traceback" in output
+    assert output.strip().splitlines()[-1].startswith("archsearch: --set search.nothing=1")
 
 
 def test_report_of_no_run_is_status_2(tmp_path: Path) -> None:

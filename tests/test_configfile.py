@@ -112,6 +112,11 @@ def test_values_of_yaml_1_2(tmp_path: Path) -> None:
             "run.yaml:5: search: empty value None is the wrong type; allowed: a mapping of keys",
         ),
         (
+            "search:\n  objectives:\n  - metric: kl\n    direktion: minimize",
+            "run.yaml:8: search.objectives[0].direktion: unknown key; "
+            "did you mean search.objectives[0].direction?",
+        ),
+        (
             "probes: {contexts: 5}",
             "run.yaml:5: probes.contexts: int 5 is the wrong type; allowed: a list",
         ),
@@ -127,6 +132,7 @@ def test_a_wrong_value_is_named_with_what_is_right(
     ("text", "message"),
     [
         ("name: a", "run.yaml:1: schema: missing; write `schema: 1`"),
+        ("schema: 1.0", "run.yaml:1: schema: 1.0 is another version of the config format"),
         ("name: a\nschema: 0", "run.yaml:2: schema: 0 is another version of the config format"),
         ("schema: 1\nname: a", "run.yaml:1: teacher: missing; it has no default"),
         ("- 1", "run.yaml:1: a config is a mapping of sections, this is list"),
@@ -140,6 +146,9 @@ def test_a_wrong_value_is_named_with_what_is_right(
             "a: !!python/name:os.system x",
             "run.yaml:1: a: tag tag:yaml.org,2002:python/name:os.system",
         ),
+        ("a: !!python/object/apply:os.system [x]", "run.yaml:1: a: tag tag:yaml.org,2002:python"),
+        ("a: !point {x: 1}", "run.yaml:1: a: tag !point is not allowed; only plain values are"),
+        ("a: " + "[" * 3000 + "]" * 3000, "run.yaml:1: not a config: nested too deeply"),
         ("? [1, 2]\n: 3", "run.yaml:1: config: a key must be a plain word"),
         ("a: !!int x", "run.yaml:1: a: 'x' is no int"),
         ("a: \x01", "run.yaml:1: not YAML: "),
@@ -200,6 +209,9 @@ def test_an_override_can_repair_the_file(tmp_path: Path) -> None:
         ("search.trials=", "search.trials: empty value None is the wrong type"),
         ("search.trials", "write it as path.to.key=value"),
         ("=3", "write it as path.to.key=value"),
+        ("probes.contexts.²=1", "probes.contexts.²: "),
+        ("teacher.device=gpu", "teacher.device: 'gpu' is not allowed; allowed: "),
+        ("teacher.source=''", "teacher.source: '' is not allowed; allowed: "),
         ("probes.contexts.3=1", "probes.contexts[3]: "),
         ("search.trials=[", "not YAML: "),
     ],

@@ -99,6 +99,8 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None
     changed = config(search={"objectives": [{"metric": "kl", "direction": "minimize"}]}, seed=4)
     with pytest.raises(ConfigError) as caught:
         run_dir.freeze_config(changed)
+    with pytest.raises(ConfigError, match="another config"):
+        run_dir.check_frozen(changed)
     message = str(caught.value)
     assert "seed: 0 -> 4" in message
     assert "search.objectives: " in message

@@ -62,7 +62,8 @@ def resolve_path(source: str) -> Path:
         _package_path(source) if source.startswith(PACKAGE) else Path(source).expanduser().resolve()
     )
     if not path.exists():
-        raise EnvironmentFault(f"{source}: no such file or folder ({path})")
+        place = "" if str(path) == source else f" ({path})"
+        raise EnvironmentFault(f"{source}: no such file or folder{place}")
     return path
 
 
@@ -96,7 +97,10 @@ def locate(config: TeacherConfig) -> Source:
             )
         offline = not _hub_resolves()
         return Source(text, None, config.revision, offline, trust)
-    path = resolve_path(text)
+    try:
+        path = resolve_path(text)
+    except ArchsearchError as error:
+        raise type(error)(f"teacher.source: {error}") from error
     if config.revision is not None:
         warnings.warn(f"teacher.revision is ignored: {text} is a local path", stacklevel=2)
     if path.is_dir():
@@ -150,5 +154,7 @@ def _cause(error: BaseException, source: Source) -> str:
             if isinstance(link, kind):
                 return reason
         link = link.__cause__ or link.__context__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A line that ends in a colon announces the next, which holds the reason.
+    count = 2 if lines and lines[0].endswith(":") else 1
+    return f"{type(error).__name__}: {' '.join(lines[:count])}" if lines else type(error).__name__
