@@ -124,7 +124,8 @@ class RunDir:
         """
         new = config.model_dump(mode="json", by_alias=True)
         if (self / "config.json").exists():
-            old = self.read_json("config.json")
+            # Read through the model, so that a field that is new since then counts with its default.
+            old = self.load_config().model_dump(mode="json", by_alias=True)
             changes = {
                 key: pair
                 for key, pair in differences(old, new).items()

@@ -116,6 +116,17 @@ def test_what_no_finished_work_depends_on_may_change(tmp_path: Path) -> None:
     assert run_dir.load_config() == longer
 
 
+def test_a_field_that_is_new_since_the_run_counts_with_its_default(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.freeze_config(config())
+    older = run_dir.read_json("config.json")
+    del older["search"]["seeds"]["random_maps"]
+    run_dir.write_json("config.json", older)
+    run_dir.check_frozen(config())
+    with pytest.raises(ConfigError, match=r"search\.seeds\.random_maps: 1 -> 2"):
+        run_dir.check_frozen(config(search={"seeds": {"random_maps": 2}}))
+
+
 def test_a_config_of_another_version_is_named(tmp_path: Path) -> None:
     RunDir(tmp_path).write_json("config.json", {"schema": 0})
     with pytest.raises(ConfigError, match="of another version"):
