@@ -16,7 +16,7 @@ from .models.teacher import Teacher, load_teacher
 from .report.records import COST_METRICS, quantity
 from .rundir import RunDir
 from .search.records import TrialSpec
-from .search.trial import load_trained, trained_path
+from .search.trial import SUPERNET_FILE, load_trained, trained_path
 
 
 def export_candidate(
@@ -25,18 +25,19 @@ def export_candidate(
     """Exports a point of the run's front, by number, by FA share, or (neither given) its knee.
 
     Returns a line that says what was written. Raises ConfigError where there is no such point or the
-    directory is not empty.
+    directory is not empty, EnvironmentFault where the run has lost the weights that were measured.
     """
     pareto = run_dir.read_json("pareto.json")
     point = choose(run_dir, pareto, candidate=candidate, fa_share=fa_share)
     prepare_directory(directory)
     head_map = HeadMap.from_json(point["head_map"])
     teacher = load_teacher(run_dir.load_config().teacher)
-    supernet_file = run_dir / "supernet.safetensors"
+    supernet_file = run_dir / SUPERNET_FILE
     model = cut(teacher, Supernet.load(supernet_file, teacher), head_map, copy=True)
     spec = TrialSpec(point["candidate"], point["head_map"], int(pareto["proxy_tokens"]))
-    weights = trained_path(run_dir.path, spec)
-    tokens = load_trained(model, weights) if weights.exists() else 0
+    # As in a trial, an all-FA map is the teacher and never distilled.
+    distilled = spec.proxy_tokens > 0 and head_map.fa_share < 1
+    tokens = load_trained(model, trained_path(run_dir.path, spec)) if distilled else 0
     provenance = _provenance(run_dir.load_config(), teacher, point, supernet_file)
     provenance["distillation_tokens"] = tokens
     export(model, teacher.tokenizer, head_map, directory, provenance)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from archsearch_kernels.gdn.reference import gated_delta_reference
 
+from .attention.delta_rule import triton_miscompiles
 from .attention.gdn import backend_reason, gated_delta
 from .preflight import memory_limit
 from .report.records import bytes_text
@@ -133,7 +134,7 @@ def _triton(topic: str) -> Finding:
     found = _version("triton")
     if found is None:
         return Finding(topic, "not installed: no GPU kernels of our own or of fla-core")
-    if found.split(".")[:2] in (["3", "4"], ["3", "5"], ["3", "6"]) or found == "3.7.0":
+    if triton_miscompiles(found):
         return Finding(
             topic,
             f"{found} miscompiles the gated backward on Hopper GPUs; 3.7.1 does not",

@@ -11,7 +11,7 @@ from .errors import RunFault
 from .memory import MemoryWatch
 from .models.teacher import inspect_teacher, pick_device
 from .plan import STAGES, Plan, make_plan
-from .preflight import check_config, check_machine, check_memory
+from .preflight import check_config, check_machine, check_memory, ignored_options
 from .rundir import RunDir
 from .stages import STAGE_WORK, RunContext
 
@@ -44,7 +44,7 @@ def run_stages(
     with run_dir, MemoryWatch() as memory:
         run_dir.freeze_config(config)
         run_dir.record_provenance(config.seed)
-        for warning in run_dir.warnings():
+        for warning in [*run_dir.warnings(), *ignored_options(config)]:
             printer.line(f"warning: {warning}")
         context = RunContext(config, run_dir)
         for name in _due(run_dir, config, STAGES[: STAGES.index(last) + 1], printer):
@@ -73,8 +73,11 @@ def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
     details = run_dir.stage(name)
     if details is None:
         return False
-    # A finished search goes on where it is asked for more trials.
-    return name != "search" or details.get("trials") == config.search.trials
+    # A finished search goes on where it is asked for more trials, or for more tries of those that failed.
+    search = config.search
+    retries = details.get("max_retries", search.max_retries)
+    wanted = (search.trials, search.max_retries)
+    return name != "search" or (details.get("trials"), retries) == wanted
 
 
 def _record(
@@ -86,7 +89,7 @@ def _record(
         "summary": summary,
     }
     if name == "search":
-        details["trials"] = config.search.trials
+        details |= {"trials": config.search.trials, "max_retries": config.search.max_retries}
     run_dir.mark_done(name, **details)
     found = {stage: run_dir.stage(stage) for stage in STAGES}
     rows = [{"stage": stage, **row} for stage, row in found.items() if row is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .config import RunConfig
-from .models.teacher import TeacherInfo
+from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
 
 STAGES = ("teacher", "data", "supernet", "scores", "search", "report")
@@ -90,7 +90,7 @@ def make_plan(
     rate_flops: float | None = None,
 ) -> Plan:
     """Estimates a run from the teacher's size and a matmul rate, measured here and now if not given."""
-    rate = rate_flops or matmul_rate(_device(config))
+    rate = rate_flops or matmul_rate(pick_device(config.teacher.device))
     forward = 2 * info.num_parameters / (rate * FORWARD_EFFICIENCY)
     work = {
         "teacher": _teacher(info),
@@ -103,13 +103,6 @@ def make_plan(
     stages = tuple(PlannedStage(name, *work[name], finished=name in finished) for name in STAGES)
     memory, disk = _memory_bytes(config, info), _disk_bytes(config, info)
     return Plan(stages, memory, disk, rate)
-
-
-def _device(config: RunConfig) -> torch.device:
-    name = config.teacher.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -146,7 +139,8 @@ def _data(config: RunConfig, info: TeacherInfo, rate: float) -> tuple[str, float
     ):
         if not tokens:
             continue
-        said.append(f"{tokens:,} {name} tokens from {text.path or text.name or text.source}")
+        origin = {"file": text.path, "datasets": text.name}.get(text.source, "the teacher")
+        said.append(f"{tokens:,} {name} tokens from {origin}")
         drawn += tokens if text.source == "teacher" else 0
     return ", ".join(said), drawn * 2 * info.num_parameters / (rate * DECODE_EFFICIENCY)
 
@@ -182,11 +176,15 @@ def _search(config: RunConfig, forward: float) -> tuple[str, float]:
     proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
     what = (
         f"{search.trials} trials{control} by {search.sampler}, proxies of {proxies} tokens, "
-        f"{config.execution.workers} {config.execution.executor} worker(s)"
+        f"{_workers(config)} {config.execution.executor} worker(s)"
     )
     total = sum(count * cost for count, cost in zip(counts, each, strict=True))
-    workers = config.execution.workers if _device(config).type == "cuda" else 1
-    return what, total / workers
+    on_gpu = pick_device(config.teacher.device).type == "cuda"
+    return what, total / (_workers(config) if on_gpu else 1)
+
+
+def _workers(config: RunConfig) -> int:
+    return config.execution.workers if config.execution.executor == "ray" else 1
 
 
 def _element_bytes(config: RunConfig) -> int:

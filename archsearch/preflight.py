@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import psutil
 import torch
 
-from .config import RunConfig
+from .config import ExecutionConfig, RunConfig
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
-from .models.teacher import TeacherInfo, resolve_path
+from .inputs import check_inputs, check_teacher_files
+from .models.teacher import TeacherInfo, pick_device, resolve_path
 from .plan import TRAIN, Plan
 from .report.records import bytes_text
 from .search.space import check_constraints
 
 
 def check_config(config: RunConfig, info: TeacherInfo) -> None:
-    """Checks the config against the teacher. Raises ConfigError with the field and what is allowed."""
+    """Checks the config against the teacher and the files that it names.
+
+    Raises ConfigError with the field and what is allowed, EnvironmentFault for a file that is missing or damaged.
+    """
     lengths = {
         "data.sequence_length": config.data.sequence_length,
         "probes.contexts": max(config.probes.contexts),
@@ -39,12 +44,33 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
             f"data.heldout_sequences {config.data.heldout_sequences}"
         )
     check_constraints(config.search.constraints, info.shape, config.cost)
+    check_inputs(config, info)
+
+
+def ignored_options(config: RunConfig) -> list[str]:
+    """What the config sets and another of its options leaves without effect, a sentence each."""
+    found = []
+    uses = {"path": "file", "name": "datasets", "split": "datasets", "temperature": "teacher"}
+    for part, text in (("train", config.data.train), ("heldout", config.data.heldout)):
+        found += [
+            f"data.{part}.{key} is ignored: data.{part}.source is {text.source}, not {source}"
+            for key, source in uses.items()
+            if key in text.model_fields_set and text.source != source
+        ]
+    execution = config.execution
+    if execution.executor == "serial" and (
+        execution.workers > 1 or execution.gpus_per_worker or execution.threads_per_worker
+    ):
+        found.append("execution: the serial executor runs one worker in this process as it is")
+    if config.supernet.source != TRAIN and config.supernet.rank:
+        found.append("supernet.rank is ignored: the supernet is loaded as it is stored")
+    return found
 
 
 def check_machine(config: RunConfig) -> None:
-    """Finds what the machine lacks before any work. Raises EnvironmentFault, or ConfigError for a file.
+    """Finds what the machine lacks before any work. Raises EnvironmentFault, or ConfigError for a value.
 
-    GPUs against the workers, packages of the executor and corpora, files named in the config.
+    The teacher's device, GPUs against the workers, packages of the executor and corpora, files named in the config.
     """
     execution = config.execution
     wanted = execution.workers * execution.gpus_per_worker
@@ -54,8 +80,8 @@ def check_machine(config: RunConfig) -> None:
             f"execution: {execution.workers} workers with {execution.gpus_per_worker:g} GPUs each need "
             f"{wanted:g} GPUs, this machine has {count}"
         )
-    if config.teacher.device.startswith("cuda") and count == 0:
-        raise EnvironmentFault(f"teacher.device: {config.teacher.device}, but torch sees no GPU")
+    _check_workers(execution)
+    pick_device(config.teacher.device)
     if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
         raise EnvironmentFault("execution.executor: the Python package ray is not installed")
     if config.supernet.source != TRAIN:
@@ -67,6 +93,16 @@ def check_machine(config: RunConfig) -> None:
             raise EnvironmentFault(
                 f"data.{field}: the Python package datasets is not installed (pip install datasets)"
             )
+    check_teacher_files(config.teacher)
+
+
+def _check_workers(execution: ExecutionConfig) -> None:
+    """Refuses more processes than cores; two are let pass anywhere, so that small configs run on any machine."""
+    most = max(2, os.cpu_count() or 1)
+    if execution.executor == "ray" and not execution.gpus_per_worker and execution.workers > most:
+        raise ConfigError(
+            f"execution.workers: {execution.workers} without GPUs; allowed on this machine: 1 to {most}"
+        )
 
 
 def _check_file(field: str, source: str) -> None:

@@ -27,6 +27,7 @@ from .scoring.composite import HeadScores, composite
 from .scoring.patching import receiver_effects
 from .scoring.replacement import replacement_kl
 from .search.driver import SearchOutcome, run_search
+from .search.trial import HELDOUT_FILE, RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
 from .training.align import align
 from .training.loop import BatchSource
 
@@ -52,7 +53,7 @@ class RunContext:
     def twins(self) -> Supernet:
         """The run's supernet, loaded at its first use."""
         if self.supernet is None:
-            self.supernet = Supernet.load(self.run_dir / "supernet.safetensors", self.teacher())
+            self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher())
         return self.supernet
 
     def release(self) -> None:
@@ -95,7 +96,7 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
         seed=context.seed("heldout"),
         progress=progress,
     )
-    _write_array(context.run_dir, "heldout.npy", heldout)
+    _write_array(context.run_dir, HELDOUT_FILE, heldout)
     rows = math.ceil(train_tokens(context.config) / data.sequence_length)
     if not rows:
         return f"{heldout.size:,} held-out tokens"
@@ -111,7 +112,7 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
         skip=data.heldout_sequences if same_corpus else 0,
         progress=progress,
     )
-    _write_array(context.run_dir, "train.npy", text)
+    _write_array(context.run_dir, TRAIN_FILE, text)
     if prompts:
         retrieval = retrieval_rows(
             teacher.tokenizer,
@@ -122,7 +123,7 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
             seed=context.seed("retrieval"),
             progress=progress,
         )
-        _write_array(context.run_dir, "retrieval.npy", retrieval)
+        _write_array(context.run_dir, RETRIEVAL_FILE, retrieval)
     return f"{heldout.size:,} held-out and {text.size:,} training tokens, {prompts:,} prompts"
 
 
@@ -138,7 +139,7 @@ def _token_tensor(rows: np.ndarray[Any, Any]) -> torch.Tensor:
 def _make_supernet(context: RunContext, progress: StageProgress) -> str:
     """Writes supernet.safetensors: trained here, or a copy of the config's."""
     config, teacher, run_dir = context.config, context.teacher(), context.run_dir
-    target = run_dir / "supernet.safetensors"
+    target = run_dir / SUPERNET_FILE
     if config.supernet.source != TRAIN:
         source = resolve_path(config.supernet.source)
         context.supernet = Supernet.load(source, teacher)
@@ -157,7 +158,7 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         _batches(context),
         config.supernet,
         checkpoint=checkpoint,
-        heldout_NT=_token_tensor(np.load(run_dir / "heldout.npy")),
+        heldout_NT=_token_tensor(np.load(run_dir / HELDOUT_FILE)),
         seed=context.seed("align"),
         progress=progress,
     )
@@ -173,9 +174,9 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
 def _batches(context: RunContext) -> BatchSource:
     """Training batches from a step on, the same at every call."""
     config, run_dir = context.config, context.run_dir
-    text = np.load(run_dir / "train.npy", mmap_mode="r")
-    has_prompts = (run_dir / "retrieval.npy").exists()
-    prompts = np.load(run_dir / "retrieval.npy", mmap_mode="r") if has_prompts else None
+    text = np.load(run_dir / TRAIN_FILE, mmap_mode="r")
+    has_prompts = (run_dir / RETRIEVAL_FILE).exists()
+    prompts = np.load(run_dir / RETRIEVAL_FILE, mmap_mode="r") if has_prompts else None
     sequences = max(1, config.supernet.batch_tokens // config.data.sequence_length)
     share = config.data.niah_share if has_prompts else 0.0
     seed = context.seed("batches")
@@ -200,7 +201,7 @@ def _score(context: RunContext, progress: StageProgress) -> str:
     }
     causal = composite(effects, threshold=scoring.threshold)
     causal.save(context.run_dir / "scores.json")
-    rows = np.load(context.run_dir / "heldout.npy")
+    rows = np.load(context.run_dir / HELDOUT_FILE)
     rows = rows[: scoring.replacement_sequences, : scoring.replacement_length]
     tokens = _token_tensor(rows).to(teacher.device)
     damage = replacement_kl(teacher, context.twins(), tokens, progress)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import warnings
 from functools import cache
 from typing import Any
 
@@ -18,7 +20,17 @@ from torch import Tensor
 
 BACKENDS = ("auto", "torch", "fla")
 
-_requested = os.environ.get("HYDRAHEAD_GDN_BACKEND", "auto")
+
+def _backend_of_environment() -> str:
+    name = os.environ.get("HYDRAHEAD_GDN_BACKEND", "auto")
+    if name not in BACKENDS:
+        allowed = ", ".join(BACKENDS)
+        warnings.warn(f"HYDRAHEAD_GDN_BACKEND={name} is ignored; allowed: {allowed}", stacklevel=2)
+        return "auto"
+    return name
+
+
+_requested = _backend_of_environment()
 
 
 def set_backend(name: str) -> None:
@@ -66,8 +78,13 @@ def _fla_can_train() -> bool:
     """False on Hopper with a Triton that fla-core's gated backward refuses."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return True
-    version = importlib.import_module("triton").__version__.split("+")[0]
-    return not (3, 4, 0) <= tuple(int(part) for part in version.split(".")[:3]) <= (3, 7, 0)
+    return not triton_miscompiles(importlib.import_module("triton").__version__)
+
+
+def triton_miscompiles(version: str) -> bool:
+    """Whether this version of Triton gets fla-core's gated backward wrong on Hopper GPUs: 3.4.0 to 3.7.0."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    return (3, 4, 0) <= numbers <= (3, 7, 0)
 
 
 def _use_fla(q: Tensor, needs_grad: bool) -> bool:

@@ -195,8 +195,8 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
 
         attention_mask [B, past + T] is 1 for tokens and 0 for padding, which must be on the left once a cache is
         in use. Without position_ids, positions count the tokens that are no padding. A cache is made only with
-        use_cache=True. Raises ValueError for a
-        foreign cache, for attention weights, and where not exactly one of input_ids and inputs_embeds is given.
+        use_cache=True. Raises ValueError for a foreign cache, for attention weights, and where not exactly one of
+        input_ids and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")

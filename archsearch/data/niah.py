@@ -2,8 +2,8 @@
 
 Generated filler hides one or more needles, `The special magic number for KEY is VALUE.`; the prompt
 ends by asking for one key and with the words before its value, so that the answer is the value alone.
-Each probe is a pair (spec 1.1): in the corrupt prompt the asked needle has another value, the
-distractor, and nothing else differs.
+Each probe is a pair, as in HydraHead (arXiv 2606.20097): in the corrupt prompt the asked needle has
+another value, the distractor, and nothing else differs.
 
 Shapes: N probes or rows, T tokens, A answer tokens.
 """

@@ -147,18 +147,26 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             log["rows"].append(row)
             print(json.dumps(row), flush=True)
     model.half().float().eval()
-    log["retrieval"] = {
-        f"{context}/{keys}": retrieval_match(model, tokenizer, context, keys, args.probes, seed=901)
+    log |= final_figures(model, tokenizer, args.probes)
+    model.half().save_pretrained(args.to)
+    tokenizer.save_pretrained(args.to)
+    return log
+
+
+def final_figures(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, probes: int
+) -> dict[str, Any]:
+    """Exact match by "context/keys", as many keys as fit, and the NLL of filler in nats a token."""
+    retrieval = {
+        f"{context}/{keys}": retrieval_match(model, tokenizer, context, keys, probes, seed=901)
         for context in CONTEXTS
         for keys in (1, *KEYS)
         if 40 * keys <= context
     }
-    held_out = torch.from_numpy(filler_rows(tokenizer, 32, 512, seed=902)).to(device)
+    held_out = torch.from_numpy(filler_rows(tokenizer, 32, 512, seed=902)).to(model.device)
     with torch.no_grad():
-        log["filler_nll"] = float(weighted_loss(model, held_out, torch.ones_like(held_out)))
-    model.half().save_pretrained(args.to)
-    tokenizer.save_pretrained(args.to)
-    return log
+        nll = float(weighted_loss(model, held_out, torch.ones_like(held_out)))
+    return {"retrieval": retrieval, "filler_nll": nll}
 
 
 def _loader(

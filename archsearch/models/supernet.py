@@ -105,7 +105,7 @@ class Supernet(nn.Module):
         meta = read_meta(path)
         _check_teacher(path, meta, teacher, any_teacher)
         with torch.device("meta"):
-            supernet = cls(teacher, GdnConfig(**meta["gdn"]), meta)
+            supernet = cls(teacher, _options(path, meta), meta)
         try:
             stored = load_file(path, device=str(teacher.device))
             base = _migrated_stacks(teacher) if meta["rank"] else {}
@@ -139,7 +139,19 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise EnvironmentFault(f"{path}: not a supernet file, or damaged ({error!r})") from error
     if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
         raise EnvironmentFault(f"{path}: its supernet schema is not {SCHEMA}; train it again")
+    missing = {"fingerprint", "model", "gdn", "rank"} - meta.keys()
+    if missing:
+        raise EnvironmentFault(f"{path}: damaged supernet (no {', '.join(sorted(missing))})")
     return meta
+
+
+def _options(path: Path, meta: dict[str, Any]) -> GdnConfig:
+    try:
+        return GdnConfig(**meta["gdn"])
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFault(
+            f"{path}: its twins have options {meta['gdn']}, unknown here"
+        ) from error
 
 
 def migrated_weights(full: FullHeads, shape: ModelShape) -> dict[str, Tensor]:

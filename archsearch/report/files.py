@@ -24,6 +24,8 @@ def write_report(run_dir: RunDir) -> Path:
         name = "pareto.svg" if number == 0 else f"pareto-{number + 1}.svg"
         plot = pareto_svg(summary.last.candidates, x, y, titles=True)
         run_dir.write_text(f"{FOLDER}/{name}", plot)
+    for old in (run_dir / FOLDER / "headmaps").glob("*.svg"):
+        old.unlink()
     for c in summary.last.front:
         run_dir.write_text(f"{FOLDER}/headmaps/{c.candidate}.svg", headmap_svg(c.head_map))
     run_dir.write_text(f"{FOLDER}/summary.md", markdown_report(summary))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import optuna
-
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..headmap import ModelShape
 from ..rundir import RunDir
-from ..search.front import CONTROL, SEARCH, Fronts
+from ..search.front import CONTROL, SEARCH
 from ..search.front import Candidate as Finished
-from ..search.study import RungStudy, open_storage, study_name
+from ..search.outcome import RungOutcome, read_outcome
 from .records import Candidate, Failure, Group, Objective, Rung, RunSummary
 
 
@@ -44,35 +42,20 @@ def _read_rungs(run_dir: RunDir, config: RunConfig) -> tuple[list[Rung], list[Fa
         return [], []
     facts: dict[str, Any] = run_dir.read_json("teacher.json")
     shape = ModelShape(**facts["model"])
-    storage = open_storage(config.search.storage or run_dir.storage)
-    known = set(optuna.get_all_study_names(storage))
-    rungs, failures = [], []
-    for tokens in config.search.proxy_tokens:
-        studies = []
-        for control in (False, True):
-            name = study_name(config, tokens, control=control)
-            if name in known:
-                study = optuna.load_study(study_name=name, storage=storage)
-                studies.append(RungStudy(study, storage, shape))
-        failures += [
-            Failure(f.candidate, f.method, tokens, f.reason)
-            for study in studies
-            for f in study.failures()
-        ]
-        constrained = bool(config.search.constraints)
-        found = [study.candidates(constrained=constrained) for study in studies]
-        if any(found):
-            rungs.append(_rung(config, tokens, [c for part in found for c in part]))
-    return rungs, failures
+    outcome = read_outcome(config, run_dir, shape)
+    failures = [
+        Failure(f.candidate, f.method, rung.proxy_tokens, f.reason)
+        for rung in outcome.rungs
+        for f in rung.failures
+    ]
+    return [_rung(rung) for rung in outcome.rungs if rung.search or rung.control], failures
 
 
-def _rung(config: RunConfig, tokens: int, finished: list[Finished]) -> Rung:
-    control = [c for c in finished if _group(c) == "random"]
-    searched = [c for c in finished if _group(c) != "random"]
-    fronts = Fronts.of(config.search.objectives, searched, control, tokens)
+def _rung(rung: RungOutcome) -> Rung:
+    fronts = rung.fronts
     on_front = {c.candidate for c in fronts.points}
     volumes = fronts.hypervolumes()
-    if not control:
+    if not rung.control:
         del volumes["random"]
     candidates = tuple(
         Candidate(
@@ -81,13 +64,13 @@ def _rung(config: RunConfig, tokens: int, finished: list[Finished]) -> Rung:
             group=_group(c),
             head_map=c.head_map,
             metrics=dict(c.metrics),
-            proxy_tokens=tokens,
+            proxy_tokens=rung.proxy_tokens,
             also=c.also,
             on_front=_group(c) != "random" and c.candidate in on_front,
         )
-        for c in finished
+        for c in (*rung.search, *rung.control)
     )
-    return Rung(tokens, candidates, volumes, fronts.scale.reference)
+    return Rung(rung.proxy_tokens, candidates, volumes, fronts.scale.reference)
 
 
 def _group(c: Finished) -> Group:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..rundir import replacing
 
 SCHEMA = 1
 
@@ -85,9 +86,8 @@ class HeadScores:
 
     def save(self, path: Path) -> None:
         """Writes scores.json; a reader sees the old file or the whole new one."""
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        os.replace(partial, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> HeadScores:

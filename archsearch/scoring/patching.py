@@ -42,7 +42,7 @@ def receiver_effects(
     min_gap: float = MIN_GAP,
     progress: Progress = ignore_progress,
 ) -> Tensor:
-    """IE_recv of every head on every pair, fp32 [P, L, H] on the CPU (spec: HydraHead's direct effect).
+    """IE_recv of every head on every pair, fp32 [P, L, H] on the CPU (HydraHead's direct effect).
 
     IE = [m(x) - m(x; O <- O(x'))] / [m(x) - m(x')], with m the mean over the answer tokens j, weighted
     by decay**j, of the clean answer's logit less the distractor's; both prompts are followed by the

@@ -102,7 +102,7 @@ def _causal(request: Request) -> frozenset[Head]:
 
 
 def _causal_per_layer(request: Request) -> frozenset[Head]:
-    """The best head of each layer first, then the best of the rest ("constrained global", spec 1.1).
+    """The best head of each layer first, then the best of the rest ("constrained global", arXiv 2606.20097).
 
     With fewer heads to give than layers, the layers with the best first heads get one each.
     """

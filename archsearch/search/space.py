@@ -81,14 +81,8 @@ class RankedSpace:
         return ranks(table)
 
     def fa_range(self) -> tuple[int, int]:
-        """The fewest and the most FA heads that a bound on fa_share allows."""
-        total = self.shape.total_heads
-        low, high = 0, total
-        for bound in self.constraints:
-            if bound.metric == "fa_share":
-                low = max(low, math.ceil((bound.min or 0) * total - 1e-9))
-                high = min(high, math.floor((1 if bound.max is None else bound.max) * total + 1e-9))
-        return low, high
+        """The fewest and the most FA heads that the bounds on fa_share allow."""
+        return full_head_range(self.constraints, self.shape)
 
     def decode(self, point: Point) -> HeadMap:
         """The head map of a point."""
@@ -178,6 +172,17 @@ def analytic_costs(head_map: HeadMap, cost: CostConfig) -> dict[str, float]:
     return {"fa_share": head_map.fa_share, "cache_bytes": float(stored)}
 
 
+def full_head_range(constraints: Sequence[ConstraintConfig], shape: ModelShape) -> tuple[int, int]:
+    """The fewest and the most FA heads that the bounds on fa_share allow; fewest above most where none."""
+    total = shape.total_heads
+    low, high = 0, total
+    for bound in constraints:
+        if bound.metric == "fa_share":
+            low = max(low, math.ceil((bound.min or 0) * total - 1e-9))
+            high = min(high, math.floor((1 if bound.max is None else bound.max) * total + 1e-9))
+    return low, high
+
+
 def violation(bound: ConstraintConfig, value: float) -> float:
     """How far value lies outside the bound; 0 or less is within it."""
     below = -math.inf if bound.min is None else bound.min - value
@@ -206,6 +211,62 @@ def check_constraints(
                 f"{field}.min: no head map has {bound.metric} {bound.min:.10g} or more; "
                 f"the largest feasible value is {high:.10g}"
             )
+    fewest, most = full_head_range(constraints, shape)
+    if fewest > most:
+        raise ConfigError(
+            f"search.constraints: no head map meets every bound on fa_share; with {shape.total_heads} "
+            f"heads its values are multiples of {1 / shape.total_heads:.10g}"
+        )
+    for metric in dict.fromkeys(bound.metric for bound in constraints):
+        low, high = _bounds_on(metric, constraints)
+        if low > high:
+            raise ConfigError(
+                f"search.constraints: no head map meets every bound on {metric}: "
+                f"min {low:.10g} is above max {high:.10g}"
+            )
+    _check_cache(constraints, shape, cost, range(fewest, most + 1))
+
+
+def _bounds_on(metric: str, constraints: Sequence[ConstraintConfig]) -> tuple[float, float]:
+    """The largest min and the smallest max on a metric."""
+    bounds = [bound for bound in constraints if bound.metric == metric]
+    low = max((b.min for b in bounds if b.min is not None), default=-math.inf)
+    return low, min((b.max for b in bounds if b.max is not None), default=math.inf)
+
+
+def _check_cache(
+    constraints: Sequence[ConstraintConfig], shape: ModelShape, cost: CostConfig, counts: range
+) -> None:
+    """Raises ConfigError where no map of as many FA heads as counts allows meets the bounds on cache_bytes.
+
+    cache_bytes is a constant a GDN head and another a KV group with an FA head; n FA heads can lie in any
+    number of groups from n / group_size to n.
+    """
+    low, high = _bounds_on("cache_bytes", constraints)
+    total, num_groups = shape.total_heads, shape.num_layers * shape.num_kv_heads
+    none, one = (
+        int(analytic_costs(HeadMap.from_full_heads(shape, heads), cost)["cache_bytes"])
+        for heads in ([], [(0, 0)])
+    )
+    state = none // total
+    group = one - (none - state)
+    below, above = -math.inf, math.inf
+    for count in counts:
+        rest = state * (total - count)
+        fewest, most = -(-count // shape.group_size), min(count, num_groups)
+        # The least number of groups that reaches low, as far as count heads can.
+        needed = max(fewest, math.ceil((low - rest) / group)) if low > -math.inf else fewest
+        if needed <= most and rest + needed * group <= high:
+            return
+        if needed <= most:
+            above = min(above, rest + needed * group)
+        if needed > fewest:
+            below = max(below, rest + min(needed - 1, most) * group)
+    nearest = " and ".join(f"{value:.10g}" for value in (below, above) if math.isfinite(value))
+    raise ConfigError(
+        f"search.constraints: no head map with {counts[0]} to {counts[-1]} of {total} FA heads meets every "
+        f"bound on cache_bytes; the nearest feasible: {nearest}"
+    )
 
 
 def _cache_range(shape: ModelShape, cost: CostConfig) -> tuple[float, float]:

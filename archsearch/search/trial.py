@@ -29,6 +29,7 @@ from ..data.niah import KINDS, Probe, make_probes, retrieval_rows
 from ..errors import EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.retrieval import retrieval
+from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
 from ..models.supernet import Supernet
@@ -49,7 +50,6 @@ EVALUATION_TOKENS = {"cpu": 4096, "cuda": 65_536}
 """Most tokens of one evaluation forward, by device."""
 
 NON_FINITE = "non-finite"
-DEVICE_MEMORY, HOST_MEMORY = "out of memory", "host out of memory"
 
 
 class TrialWorker:

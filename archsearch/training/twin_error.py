@@ -54,7 +54,7 @@ class TwinErrors:
 
     @property
     def relative_LH(self) -> Tensor:
-        """The error of spec'd reports: squared error over variance."""
+        """Squared error over variance: what reports call the error of a twin."""
         return self.squared_LH / self.variance_LH
 
 

@@ -1,13 +1,15 @@
 """Supernets: migration from the teacher, storage whole and compact, and files that are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from archsearch.config import GdnConfig
 from archsearch.errors import EnvironmentFault
-from archsearch.models.supernet import Supernet, read_meta
+from archsearch.models.supernet import METADATA_KEY, Supernet, read_meta
 from tests.random_models import random_supernet, random_teacher
 
 
@@ -103,3 +105,17 @@ def test_load_refuses_damaged_files(tmp_path: Path) -> None:
     path.write_text("nothing of the kind")
     with pytest.raises(EnvironmentFault, match="damaged"):
         Supernet.load(path, teacher)
+
+
+def test_load_refuses_facts_that_are_missing_or_unknown(tmp_path: Path) -> None:
+    teacher, path = random_teacher(), tmp_path / "supernet.safetensors"
+    supernet = random_supernet(teacher)
+    supernet.save(path, teacher)
+    tensors, meta = load_file(path), read_meta(path)
+    for changed, message in (
+        ({key: value for key, value in meta.items() if key != "gdn"}, "no gdn"),
+        (meta | {"gdn": {"spin": True}}, "unknown here"),
+    ):
+        save_file(tensors, path, metadata={METADATA_KEY: json.dumps(changed)})
+        with pytest.raises(EnvironmentFault, match=message):
+            Supernet.load(path, teacher)

@@ -89,6 +89,15 @@ def test_a_bound_on_the_share_narrows_the_range() -> None:
     assert RankedSpace(SHAPE, SCORES, [bound]).fa_range() == (2, 8)
 
 
+@pytest.mark.parametrize("bounds", [({"min": 0.5}, {"max": 0.3}), ({"min": 0.51, "max": 0.52},)])
+def test_bounds_on_the_share_that_no_number_of_heads_meets(
+    bounds: tuple[dict[str, float], ...],
+) -> None:
+    constraints = [ConstraintConfig.model_validate({"metric": "fa_share", **b}) for b in bounds]
+    with pytest.raises(ConfigError, match=r"multiples of 0\.0625"):
+        check_constraints(constraints, SHAPE, COST)
+
+
 def test_affordable_looks_at_costs_only() -> None:
     budget = cache_bytes(HeadMap.uniform(SHAPE, Operator.FULL), 1024) - 1
     bounds = [

@@ -1,0 +1,200 @@
+"""Looks into the files that a run will read, before any work: teacher, supernet, text, and probes that must fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
+
+from .config import RunConfig, TeacherConfig, TextConfig
+from .data.corpora import load_tokens
+from .data.documents import open_corpus
+from .data.niah import KINDS, make_probes, retrieval_rows
+from .errors import ArchsearchError, ConfigError, EnvironmentFault
+from .models.gguf_cache import cached, read_config
+from .models.sources import Source, locate, resolve_path
+from .models.supernet import read_meta
+from .models.teacher import (
+    TeacherInfo,
+    _check_vocabulary,
+    _load_tokenizer,
+    _quiet_transformers,
+)
+from .plan import TRAIN, train_tokens
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Fields of a model's config that must be 1 or more where it has them."""
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files that transformers takes weights from, in its order, each whole or as an index of shards."""
+
+
+def check_teacher_files(config: TeacherConfig) -> None:
+    """Checks the sizes in the teacher's config, and that a local folder has weights that open.
+
+    Raises ConfigError for an impossible size, EnvironmentFault for files that are missing or damaged.
+    """
+    source = _locate(config)
+    if source.gguf_path is not None:
+        return
+    with _quiet_transformers():
+        hf_config = read_config(source)
+    for name in SIZES:
+        size = getattr(hf_config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(f"teacher: {name} = {size} is not possible; allowed: 1 or more")
+    folder = Path(source.name)
+    if folder.is_dir() and not config.random_weights:
+        _check_weights(folder)
+
+
+def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
+    """Checks supernet, tokenizer and text against the teacher, and draws one probe of each kind and length.
+
+    Raises ConfigError with the field, EnvironmentFault for a file that is missing or damaged.
+    """
+    if config.supernet.source != TRAIN:
+        _check_supernet(config, info)
+    with _quiet_transformers():
+        tokenizer = _load_tokenizer(_locate(config.teacher), config.teacher.random_weights)
+    _check_vocabulary(tokenizer, info.vocab_size)
+    data, length = config.data, config.data.sequence_length
+    rows = math.ceil(train_tokens(config) / length)
+    prompts = round(rows * data.niah_share)
+    uses = [("heldout", data.heldout, data.heldout_sequences, 0)]
+    if rows:
+        skip = data.heldout_sequences if data.train == data.heldout else 0
+        uses.append(("train", data.train, max(1, rows - prompts), skip))
+    for name, text, sequences, skipped in uses:
+        if text.source == "file":
+            with _naming(f"data.{name}.path"):
+                _check_text(text, tokenizer, info.vocab_size, sequences, length, skipped)
+    _check_probes(config, tokenizer, prompts)
+
+
+def _locate(config: TeacherConfig) -> Source:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Whoever loads the teacher says the same.
+        return cached(locate(config))
+
+
+def _check_weights(folder: Path) -> None:
+    found = [folder / n for n in WEIGHTS if (folder / n).exists() or _index(folder, n).exists()]
+    if not found:
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"to use {ggufs[0]}, name that file itself" if ggufs else f"it needs {WEIGHTS[0]}"
+        raise EnvironmentFault(f"teacher.source: {folder} holds no weights; {hint}")
+    files, index = [found[0]], _index(folder, found[0].name)
+    if not found[0].exists():
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+            files = [folder / name for name in sorted(set(names))]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EnvironmentFault(f"teacher.source: {index}: damaged ({error!r})") from error
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            else:
+                path.open("rb").close()
+        except FileNotFoundError as error:
+            raise EnvironmentFault(f"teacher.source: {path}: no such file") from error
+        except (SafetensorError, OSError) as error:
+            raise EnvironmentFault(f"teacher.source: {path}: damaged ({error})") from error
+
+
+def _index(folder: Path, name: str) -> Path:
+    return folder / f"{name}.index.json"
+
+
+def _check_supernet(config: RunConfig, info: TeacherInfo) -> None:
+    """Refuses a supernet of another geometry, or trained with other options than the config sets."""
+    source, gdn = config.supernet.source, config.supernet.gdn
+    with _naming("supernet.source"):
+        path = resolve_path(source)
+        meta = read_meta(path)
+        try:
+            geometry = meta["model"] | {"revision": None}
+            trained = dict(meta["gdn"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EnvironmentFault(f"{path}: damaged supernet ({error!r})") from error
+        wanted = asdict(info.shape) | {"revision": None}
+        differing = [name for name in wanted if geometry.get(name) != wanted[name]]
+        if differing:
+            pairs = (f"{n} {geometry.get(n)} (teacher: {wanted[n]})" for n in differing)
+            raise ConfigError(f"{source} was made for a model with {', '.join(pairs)}")
+    for name in sorted(gdn.model_fields_set):
+        option = getattr(gdn, name)
+        if trained.get(name, option) != option:
+            raise ConfigError(
+                f"supernet.gdn.{name}: {option}, but {source} was trained with "
+                f"{trained[name]}; leave it out, or set supernet.source to {TRAIN}"
+            )
+
+
+def _check_text(
+    text: TextConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    sequences: int,
+    length: int,
+    skip: int,
+) -> None:
+    """Reads what the run needs of an array of ids; of other text, which takes long, the first document."""
+    path = resolve_path(str(text.path))
+    if path.is_dir() or path.suffix == ".npy":
+        rows = load_tokens(
+            text, tokenizer, None, sequences=sequences, length=length, seed=0, skip=skip
+        )
+        # A tokenizer may have added tokens that the embedding lacks.
+        if int(rows.max()) >= vocab_size:
+            raise ConfigError(
+                f"token ids up to {rows.max()}; the teacher has 0 to {vocab_size - 1}"
+            )
+    elif next(iter(open_corpus(text, path).texts), None) is None:
+        raise ConfigError(f"{path}: holds no text")
+
+
+def _check_probes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
+    keys, digits = config.probes.multi_keys, config.probes.digits
+    contexts = {f"probes.contexts[{i}]": c for i, c in enumerate(config.probes.contexts)}
+    for field, context in (contexts | {"scoring.context": config.scoring.context}).items():
+        for kind in KINDS:
+            with _naming(field):
+                make_probes(tokenizer, kind, 1, context, keys=keys, digits=digits, seed=config.seed)
+    with _naming("data.sequence_length"):
+        retrieval_rows(
+            tokenizer,
+            min(prompts, len(KINDS)),
+            config.data.sequence_length,
+            keys=keys,
+            digits=digits,
+            seed=config.seed,
+        )
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Puts the field before an error that does not name one already."""
+    try:
+        yield
+    except ArchsearchError as error:
+        if str(error).startswith("probes."):
+            raise
+        raise type(error)(f"{field}: {error}") from error

@@ -1,0 +1,64 @@
+"""Checks of a config before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from archsearch.config import RunConfig
+from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.headmap import ModelShape
+from archsearch.models.teacher import TeacherInfo
+from archsearch.preflight import check_config, check_machine, ignored_options
+
+INFO = TeacherInfo(
+    shape=ModelShape("qwen3", 6, 8, 4, 32),
+    hidden_size=192,
+    num_parameters=2_300_000,
+    vocab_size=455,
+    max_context=2048,
+)
+SHIPPED = "package:archsearch/assets/tiny/supernet.safetensors"
+
+
+def config_with(**sections: Any) -> RunConfig:
+    teacher = {"source": "x", "device": "cpu"}
+    return RunConfig.model_validate({"schema": 1, "name": "x", "teacher": teacher, **sections})
+
+
+@pytest.mark.parametrize("gdn", [{}, {"conv": False}, {"rope": True, "bias": True}])
+def test_twin_options_of_a_loaded_supernet_may_be_left_out_or_equal(gdn: dict[str, bool]) -> None:
+    check_config(config_with(supernet={"source": SHIPPED, "gdn": gdn}), INFO)
+
+
+def test_twin_options_that_a_loaded_supernet_lacks_are_refused() -> None:
+    config = config_with(supernet={"source": SHIPPED, "gdn": {"conv": True}})
+    with pytest.raises(ConfigError, match=r"supernet\.gdn\.conv: True, but .* with False"):
+        check_config(config, INFO)
+    check_config(config_with(supernet={"gdn": {"conv": True}}), INFO)
+
+
+def test_a_gpu_that_is_not_there_is_found_before_anything_runs() -> None:
+    with pytest.raises(EnvironmentFault, match=r"teacher\.device: cuda:99, but torch sees"):
+        check_machine(config_with(teacher={"source": "x", "device": "cuda:99"}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"data": {"train": {"path": "a.txt"}}}, "data.train.path is ignored"),
+        ({"data": {"heldout": {"temperature": 0.5, "source": "file", "path": "a"}}}, "temperature"),
+        ({"execution": {"executor": "serial", "workers": 2}}, "execution: the serial executor"),
+        ({"supernet": {"source": SHIPPED, "rank": 8}}, "supernet.rank is ignored"),
+    ],
+)
+def test_options_without_effect_are_named(sections: dict[str, Any], field: str) -> None:
+    (found,) = ignored_options(config_with(**sections))
+    assert field in found
+
+
+def test_nothing_is_named_where_every_option_counts() -> None:
+    data = {"train": {"source": "file", "path": "a.txt"}, "heldout": {"temperature": 0.5}}
+    config = config_with(data=data, supernet={"rank": 8}, execution={"workers": 2})
+    assert ignored_options(config) == []
