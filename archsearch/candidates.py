@@ -15,8 +15,8 @@ from .models.supernet import Supernet
 from .models.teacher import Teacher, load_teacher
 from .report.records import COST_METRICS, quantity
 from .rundir import RunDir
-from .search.records import TrialSpec
-from .search.trial import SUPERNET_FILE, load_trained, trained_path
+from .search.records import TrialSpec, trained_path
+from .search.trial import SUPERNET_FILE, load_trained
 
 
 def export_candidate(

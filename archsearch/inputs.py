@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from .config import RunConfig, TeacherConfig, TextConfig
+from .config import GdnConfig, RunConfig, TeacherConfig, TextConfig
 from .data.corpora import load_tokens
 from .data.documents import open_corpus
 from .data.niah import KINDS, make_probes, retrieval_rows
@@ -23,9 +23,9 @@ from .models.sources import Source, locate, resolve_path
 from .models.supernet import read_meta
 from .models.teacher import (
     TeacherInfo,
-    _check_vocabulary,
-    _load_tokenizer,
-    _quiet_transformers,
+    check_vocabulary,
+    load_tokenizer,
+    quiet_transformers,
 )
 from .plan import TRAIN, train_tokens
 
@@ -52,7 +52,7 @@ def check_teacher_files(config: TeacherConfig) -> None:
     source = _locate(config)
     if source.gguf_path is not None:
         return
-    with _quiet_transformers():
+    with quiet_transformers():
         hf_config = read_config(source)
     for name in SIZES:
         size = getattr(hf_config, name, None)
@@ -70,9 +70,9 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
     """
     if config.supernet.source != TRAIN:
         _check_supernet(config, info)
-    with _quiet_transformers():
-        tokenizer = _load_tokenizer(_locate(config.teacher), config.teacher.random_weights)
-    _check_vocabulary(tokenizer, info.vocab_size)
+    with quiet_transformers():
+        tokenizer = load_tokenizer(_locate(config.teacher), config.teacher.random_weights)
+    check_vocabulary(tokenizer, info.vocab_size)
     data, length = config.data, config.data.sequence_length
     rows = math.ceil(train_tokens(config) / length)
     prompts = round(rows * data.niah_share)
@@ -131,8 +131,8 @@ def _check_supernet(config: RunConfig, info: TeacherInfo) -> None:
         meta = read_meta(path)
         try:
             geometry = meta["model"] | {"revision": None}
-            trained = dict(meta["gdn"])
-        except (KeyError, TypeError, ValueError) as error:
+            trained = GdnConfig(**meta["gdn"])
+        except (TypeError, ValueError) as error:
             raise EnvironmentFault(f"{path}: damaged supernet ({error!r})") from error
         wanted = asdict(info.shape) | {"revision": None}
         differing = [name for name in wanted if geometry.get(name) != wanted[name]]
@@ -140,11 +140,10 @@ def _check_supernet(config: RunConfig, info: TeacherInfo) -> None:
             pairs = (f"{n} {geometry.get(n)} (teacher: {wanted[n]})" for n in differing)
             raise ConfigError(f"{source} was made for a model with {', '.join(pairs)}")
     for name in sorted(gdn.model_fields_set):
-        option = getattr(gdn, name)
-        if trained.get(name, option) != option:
+        option, used = getattr(gdn, name), getattr(trained, name)
+        if used != option:
             raise ConfigError(
-                f"supernet.gdn.{name}: {option}, but {source} was trained with "
-                f"{trained[name]}; leave it out, or set supernet.source to {TRAIN}"
+                f"supernet.gdn.{name}: {option}, but {source} was trained with {used}; leave it out, or set supernet.source to {TRAIN}"
             )
 
 

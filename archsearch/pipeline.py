@@ -50,11 +50,11 @@ def run_stages(
         for name in _due(run_dir, config, STAGES[: STAGES.index(last) + 1], printer):
             with printer.stage(name) as progress:
                 progress.summary = summary = STAGE_WORK[name](context, progress)
-            _record(run_dir, config, name, progress.seconds, memory.take_peak(), summary)
-    if context.outcome is not None and context.outcome.failed:
-        raise RunFault(
-            f"{context.outcome.failed} trials failed; the report names them and their causes"
-        )
+            _record(context, name, progress.seconds, memory.take_peak(), summary)
+        # Also where a kept search had failures: the same command says the same of the same run.
+        failed = (run_dir.stage("search") or {}).get("failed", 0) if last == STAGES[-1] else 0
+    if failed:
+        raise RunFault(f"{failed} trials failed; the report names them and their causes")
 
 
 def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Printer) -> list[str]:
@@ -80,16 +80,16 @@ def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
     return name != "search" or (details.get("trials"), retries) == wanted
 
 
-def _record(
-    run_dir: RunDir, config: RunConfig, name: str, seconds: float, peak_bytes: int, summary: str
-) -> None:
+def _record(context: RunContext, name: str, seconds: float, peak_bytes: int, summary: str) -> None:
+    run_dir, search = context.run_dir, context.config.search
     details: dict[str, Any] = {
         "seconds": round(seconds, 2),
         "peak_bytes": peak_bytes,
         "summary": summary,
     }
-    if name == "search":
-        details |= {"trials": config.search.trials, "max_retries": config.search.max_retries}
+    if name == "search" and context.outcome is not None:
+        details |= {"trials": search.trials, "max_retries": search.max_retries}
+        details["failed"] = context.outcome.failed
     run_dir.mark_done(name, **details)
     found = {stage: run_dir.stage(stage) for stage in STAGES}
     rows = [{"stage": stage, **row} for stage, row in found.items() if row is not None]

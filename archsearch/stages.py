@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import RunConfig
+from .config import RunConfig, TextConfig
 from .console import StageProgress
 from .data.corpora import load_tokens, training_batches
 from .data.niah import Probe, make_probes, retrieval_rows
@@ -101,7 +101,7 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
     if not rows:
         return f"{heldout.size:,} held-out tokens"
     prompts = round(rows * data.niah_share)
-    same_corpus = data.train.source != "teacher" and data.train == data.heldout
+    same_corpus = data.train.source != "teacher" and _corpus(data.train) == _corpus(data.heldout)
     text = load_tokens(
         data.train,
         teacher.tokenizer,
@@ -125,6 +125,11 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
         )
         _write_array(context.run_dir, RETRIEVAL_FILE, retrieval)
     return f"{heldout.size:,} held-out and {text.size:,} training tokens, {prompts:,} prompts"
+
+
+def _corpus(text: TextConfig) -> dict[str, Any]:
+    """What decides which documents a text has; a teacher's temperature does not."""
+    return text.model_dump(exclude={"temperature"})
 
 
 def _write_array(run_dir: RunDir, name: str, array: np.ndarray[Any, Any]) -> None:

@@ -23,7 +23,7 @@ SHIPPED = "package:archsearch/assets/tiny/supernet.safetensors"
 
 
 def config_with(**sections: Any) -> RunConfig:
-    teacher = {"source": "x", "device": "cpu"}
+    teacher = {"source": "package:archsearch/assets/tiny/teacher", "device": "cpu"}
     return RunConfig.model_validate({"schema": 1, "name": "x", "teacher": teacher, **sections})
 
 
@@ -37,6 +37,13 @@ def test_twin_options_that_a_loaded_supernet_lacks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"supernet\.gdn\.conv: True, but .* with False"):
         check_config(config, INFO)
     check_config(config_with(supernet={"gdn": {"conv": True}}), INFO)
+
+
+def test_more_workers_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"execution\.workers: 5000 .*: 1 to \d+$"):
+        check_machine(config_with(execution={"workers": 5000}))
+    check_machine(config_with(execution={"workers": 2}))
+    check_machine(config_with(execution={"executor": "serial", "workers": 5000}))
 
 
 def test_a_gpu_that_is_not_there_is_found_before_anything_runs() -> None:

@@ -91,13 +91,14 @@ def _use_fla(q: Tensor, needs_grad: bool) -> bool:
     if _requested == "torch":
         return False
     fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not isinstance(_fla(), str)
+    fit = fit and (_fla_can_train() or not needs_grad)
     if _requested == "fla":
         if not fit:
             raise RuntimeError(
                 f"GDN backend fla was asked for, but {backend_reason()} ({q.dtype}, {q.device})"
             )
         return True
-    return fit and (_fla_can_train() or not needs_grad)
+    return fit
 
 
 def gated_delta(
@@ -111,7 +112,8 @@ def gated_delta(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, T, H, D] in q's dtype and the final state [B, H, D, D] in fp32, by the fastest backend at hand."""
-    needs_grad = torch.is_grad_enabled() and (q_BTHD.requires_grad or g_BTH.requires_grad)
+    inputs = (q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if _use_fla(q_BTHD, needs_grad):
         name = (
             "fused_recurrent_gated_delta_rule" if q_BTHD.shape[1] == 1 else "chunk_gated_delta_rule"

@@ -61,7 +61,7 @@ def inspect_teacher(config: TeacherConfig) -> TeacherInfo:
 
     Raises ConfigError for a model that is not supported, EnvironmentFault for one that cannot be read.
     """
-    with _quiet_transformers():
+    with quiet_transformers():
         hf_config = read_config(cached(locate(config)))
     return TeacherInfo(
         shape=shape_of(hf_config, config.revision),
@@ -79,13 +79,13 @@ def load_teacher(config: TeacherConfig) -> Teacher:
     device that is not there.
     """
     device, dtype = pick_device(config.device), getattr(torch, config.dtype)
-    with _quiet_transformers():
+    with quiet_transformers():
         source = locate(config)
         source = cached(source) if config.random_weights else convert(source)
         hf_config = read_config(source)
         shape = shape_of(hf_config, config.revision)
-        tokenizer = _load_tokenizer(source, config.random_weights)
-        _check_vocabulary(tokenizer, hf_config.vocab_size)
+        tokenizer = load_tokenizer(source, config.random_weights)
+        check_vocabulary(tokenizer, hf_config.vocab_size)
         if config.random_weights:
             model = random_hydrahead(hf_config, dtype=dtype, device=device, seed=0)
         else:
@@ -149,7 +149,7 @@ def _load_model(source: Source, dtype: torch.dtype) -> HydraHeadForCausalLM:
     return to_hydrahead(hf_model)
 
 
-def _load_tokenizer(source: Source, may_be_missing: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: Source, may_be_missing: bool) -> PreTrainedTokenizerBase:
     """The model's tokenizer, padding on the left. Random weights may do without: they get one of bytes."""
     try:
         with reading(source, "tokenizer"):
@@ -185,7 +185,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raises ConfigError where ordinary text or padding could give ids that the embedding lacks.
 
     Added tokens beyond it are let pass: several published models have some that nothing ever produces.
@@ -206,7 +206,7 @@ def _fill_special_ids(model: HydraHeadForCausalLM, tokenizer: PreTrainedTokenize
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silences progress bars and warnings of transformers: the caller shows one line a stage."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

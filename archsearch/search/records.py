@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from .front import CONTROL
 
 TrialStatus = Literal["ok", "failed", "pruned"]
 
@@ -67,3 +70,9 @@ class TrialResult:
             return cls(**data)
         except TypeError as error:
             raise ValueError(f"trial result: malformed ({error})") from error
+
+
+def trained_path(run_dir: Path, spec: TrialSpec) -> Path:
+    """Where a distilled candidate's weights lie; the control study counts its candidates by itself."""
+    control = "random-" if spec.method == CONTROL else ""
+    return run_dir / "trials" / f"{control}{spec.candidate}-{spec.proxy_tokens}.safetensors"

@@ -20,7 +20,7 @@ from ..execution.base import DEVICE_MEMORY, HOST_MEMORY, Executor, Outcome
 from ..headmap import HeadMap
 from ..rundir import RunDir
 from .front import SEARCH
-from .records import TrialResult, TrialSpec
+from .records import TrialResult, TrialSpec, trained_path
 from .samplers import admit, derive_seed, distributions, make_sampler, record_violations
 from .space import Point, RankedSpace, violation
 from .study import INTERRUPTED, ORPHANED, RungStudy, describe_trials, head_map_text
@@ -209,7 +209,7 @@ class Rung:
 
     def _spec(self, job: Job) -> TrialSpec:
         assert job.head_map is not None
-        return TrialSpec(
+        spec = TrialSpec(
             candidate=job.candidate,
             head_map=job.head_map.to_json(),
             proxy_tokens=self._tokens,
@@ -219,6 +219,15 @@ class Rung:
             retry_of=job.retry_of,
             metrics=METRICS,
         )
+        return replace(spec, parent=self._parent(spec))
+
+    def _parent(self, spec: TrialSpec) -> str | None:
+        """The candidate's weights of the rung before, where it was distilled there: training goes on from them."""
+        earlier = self._config.search.proxy_tokens[self._rung - 1] if self._rung else 0
+        if not earlier:
+            return None
+        path = trained_path(self._run_dir.path, replace(spec, proxy_tokens=earlier))
+        return str(path) if path.exists() else None
 
     def _finish(self, outcome: Outcome) -> None:
         trial, job = self._open.pop(outcome.task_id)

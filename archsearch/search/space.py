@@ -196,6 +196,8 @@ def check_constraints(
     """Raises ConfigError where no head map can meet a bound; says the nearest value that one can."""
     for index, bound in enumerate(constraints):
         field = f"search.constraints[{index}]"
+        if any(limit is not None and math.isnan(limit) for limit in (bound.min, bound.max)):
+            raise ConfigError(f"{field}: min or max is not a number")
         if bound.min is not None and bound.max is not None and bound.min > bound.max:
             raise ConfigError(f"{field}: min {bound.min:g} is above max {bound.max:g}")
         low, high = (

@@ -37,8 +37,7 @@ from ..models.teacher import Teacher, load_teacher
 from ..rundir import replacing
 from ..training.distill import distill, trainable_parameters
 from ..training.loop import NonFiniteLoss
-from .front import CONTROL
-from .records import TrialResult, TrialSpec
+from .records import TrialResult, TrialSpec, trained_path
 
 TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
 SUPERNET_FILE = "supernet.safetensors"
@@ -198,12 +197,6 @@ def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
             seed=config.seed + PROBE_SEED,
         )
     ]
-
-
-def trained_path(run_dir: Path, spec: TrialSpec) -> Path:
-    """Where a distilled candidate's weights lie; the control study counts its candidates by itself."""
-    control = "random-" if spec.method == CONTROL else ""
-    return run_dir / "trials" / f"{control}{spec.candidate}-{spec.proxy_tokens}.safetensors"
 
 
 def save_trained(

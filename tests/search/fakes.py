@@ -17,7 +17,7 @@ from archsearch.headmap import HeadMap, ModelShape
 from archsearch.rundir import RunDir
 from archsearch.search.driver import run_search
 from archsearch.search.outcome import SearchOutcome
-from archsearch.search.records import TrialResult, TrialSpec
+from archsearch.search.records import TrialResult, TrialSpec, trained_path
 
 SHAPE = ModelShape("qwen3", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16)
 CAUSAL = [[(7 * layer + 3 * head) % 11 / 10 for head in range(4)] for layer in range(4)]
@@ -60,6 +60,12 @@ class FakeWorker:
         faults = self.faults.get(str(spec.candidate), [])
         fault = faults[len(earlier)] if len(earlier) < len(faults) else None
         metrics = fake_metrics(HeadMap.from_json(spec.head_map), spec.proxy_tokens)
+        if (
+            spec.proxy_tokens and spec.candidate != 0
+        ):  # all FA is not distilled and leaves no weights
+            weights = trained_path(self.log.parent, spec)
+            weights.parent.mkdir(exist_ok=True)
+            weights.touch()
         match fault:
             case "raise":
                 raise ValueError("broken")

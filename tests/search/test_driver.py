@@ -255,6 +255,17 @@ def test_later_rungs_take_the_fronts_of_the_one_before(tmp_path: Path) -> None:
     assert [rung.to_json() for rung in read.rungs] == [rung.to_json() for rung in outcome.rungs]
 
 
+def test_distillation_goes_on_from_the_rung_before(tmp_path: Path) -> None:
+    fake_search(fake_config(proxy_tokens=[0, 100, 300]), tmp_path)
+    calls = read_log(tmp_path / "calls.jsonl")
+    assert all(call["parent"] is None for call in calls if call["proxy_tokens"] < 300)
+    last = [call for call in calls if call["proxy_tokens"] == 300]
+    assert len(last) > 2
+    for call in last:
+        weights = str(tmp_path / "trials" / f"{call['candidate']}-100.safetensors")
+        assert call["parent"] == (weights if call["candidate"] else None)
+
+
 def serial(folder: Path) -> Any:
     from archsearch.execution.serial import SerialExecutor
 

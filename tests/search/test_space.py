@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -96,6 +97,52 @@ def test_bounds_on_the_share_that_no_number_of_heads_meets(
     constraints = [ConstraintConfig.model_validate({"metric": "fa_share", **b}) for b in bounds]
     with pytest.raises(ConfigError, match=r"multiples of 0\.0625"):
         check_constraints(constraints, SHAPE, COST)
+
+
+def test_bounds_together_are_refused_just_where_no_map_meets_them() -> None:
+    rng = Random(3)
+    shape = ModelShape("llama", 2, 4, 2, 8)
+    heads = shape.heads()
+    maps = [
+        HeadMap.from_full_heads(shape, [h for i, h in enumerate(heads) if bits >> i & 1])
+        for bits in range(256)
+    ]
+    refused = 0
+    for _ in range(300):
+        cost = CostConfig(context=rng.choice((1, 8, 16, 64)))
+        values = sorted({analytic_costs(m, cost)["cache_bytes"] for m in maps})
+        low, share = rng.choice(values) + rng.choice((0, 1)), rng.randrange(8) / 8
+        bounds = [
+            ConstraintConfig(metric="cache_bytes", min=min(low, values[-1])),
+            ConstraintConfig(metric="cache_bytes", max=max(values[0], low + rng.choice((0, 200)))),
+            ConstraintConfig(metric="fa_share", min=share, max=share + 1 / 8),
+        ]
+        space = RankedSpace(
+            shape, {"causal": [[0.0] * 4] * 2, "replacement_kl": [[0.0] * 4] * 2}, bounds, cost
+        )
+        if any(space.affordable(m) for m in maps):
+            check_constraints(bounds, shape, cost)
+            continue
+        refused += 1
+        with pytest.raises(ConfigError, match=r"nearest feasible|is above max") as caught:
+            check_constraints(bounds, shape, cost)
+        if "nearest" in str(caught.value):
+            near = str(caught.value).partition("feasible: ")[2].split(" and ")
+            inside = {
+                f"{analytic_costs(m, cost)['cache_bytes']:.10g}"
+                for m in maps
+                if share <= m.fa_share <= share + 1 / 8
+            }
+            assert set(near) <= inside
+    assert 50 < refused < 250
+
+
+@pytest.mark.parametrize("limit", [{"min": math.nan}, {"max": math.nan}])
+def test_a_bound_that_is_no_number_is_refused(limit: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="not a number"):
+        check_constraints(
+            [ConstraintConfig.model_validate({"metric": "cache_bytes", **limit})], SHAPE, COST
+        )
 
 
 def test_affordable_looks_at_costs_only() -> None:

@@ -22,8 +22,8 @@ from archsearch.models.cut import cut
 from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import byte_tokenizer, load_teacher
 from archsearch.search import trial
-from archsearch.search.records import TrialResult, TrialSpec
-from archsearch.search.trial import TrialWorker, load_trained, trained_path
+from archsearch.search.records import TrialResult, TrialSpec, trained_path
+from archsearch.search.trial import TrialWorker, load_trained
 
 LENGTH = 512
 

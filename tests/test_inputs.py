@@ -1,0 +1,185 @@
+"""Faults in the files that a config names, found before any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from archsearch.configfile import load_config
+from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.models.supernet import METADATA_KEY, read_meta
+from archsearch.models.teacher import TeacherInfo, inspect_teacher, resolve_path
+from archsearch.preflight import check_config, check_machine
+
+TINY = resolve_path("package:archsearch/assets/tiny/supernet.safetensors")
+
+
+def examine(config: Path, *overrides: str) -> TeacherInfo:
+    settings = load_config(config, list(overrides))
+    check_machine(settings)
+    info = inspect_teacher(settings.teacher)
+    check_config(settings, info)
+    return info
+
+
+@pytest.fixture
+def copied_teacher(teacher_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(teacher_folder, tmp_path / "copy"))
+
+
+def write_ids(path: Path, ids: Any) -> Path:
+    np.save(path, ids)
+    return path
+
+
+def test_a_supernet_of_another_geometry_is_refused(run_config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"supernet\.source: .*num_layers 6 \(teacher: 2\)"):
+        examine(run_config, f"supernet.source={TINY}")
+
+
+def test_a_supernet_with_other_options_is_refused(run_config: Path, tmp_path: Path) -> None:
+    shape = examine(run_config).shape
+    path = tmp_path / "supernet.safetensors"
+    meta = read_meta(TINY)
+    model = {**meta["model"], "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    assert model["family"] == shape.family
+    tensors = {"x": next(iter(load_file(TINY).values()))}
+    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(meta | {"model": model})})
+    examine(run_config, f"supernet.source={path}")
+    with pytest.raises(ConfigError, match=r"supernet\.gdn\.rope: False, but .* with True"):
+        examine(run_config, f"supernet.source={path}", "supernet.gdn.rope=false")
+    broken = meta | {"model": model, "gdn": {"spin": 1}}
+    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(broken)})
+    with pytest.raises(EnvironmentFault, match=r"supernet\.source: .*damaged supernet"):
+        examine(run_config, f"supernet.source={path}")
+
+
+@pytest.mark.parametrize("part", ["train", "heldout"])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros((99, 96)), "type float64"),
+        (np.zeros(9999, dtype=np.uint16), "1 dimensions"),
+        (np.full((99, 96), 60_000, dtype=np.uint16), "60000"),
+        (np.full((99, 96), -1), "token ids -1"),
+        (np.zeros((1, 96), dtype=np.uint16), "holds 1 sequences of 96 tokens, [25] are needed"),
+        (np.zeros((99, 95), dtype=np.uint16), "holds 0 sequences of 96"),
+    ],
+)
+def test_arrays_that_do_not_serve_are_named_with_their_field(
+    run_config: Path, tmp_path: Path, part: str, ids: Any, message: str
+) -> None:
+    path = write_ids(tmp_path / "ids.npy", ids)
+    with pytest.raises(ConfigError, match=rf"^data\.{part}\.path: .*{message}"):
+        examine(run_config, f"data.{part}.source=file", f"data.{part}.path={path}")
+
+
+def test_one_array_for_both_uses_needs_the_rows_of_both(run_config: Path, tmp_path: Path) -> None:
+    # 2 held-out rows, and of 11 training rows the half that is text.
+    def both(rows: int) -> None:
+        path = write_ids(tmp_path / "ids.npy", np.zeros((rows, 96), dtype=np.uint16))
+        text = f"{{source: file, path: {path}}}"
+        examine(run_config, f"data.train={text}", f"data.heldout={text}")
+
+    both(7)
+    with pytest.raises(ConfigError, match=r"data\.train\.path: .* 5 after the first 2 are needed"):
+        both(6)
+
+
+def test_text_is_opened_too(run_config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    overrides = ("data.heldout.source=file", f"data.heldout.path={path}")
+    with pytest.raises(EnvironmentFault, match=r"data\.heldout\.path: .*no such file"):
+        examine(run_config, *overrides)
+    for content, message in (("", "holds no text"), ('{"body": "x"}\n', "text")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=rf"data\.heldout\.path: .*{message}"):
+            examine(run_config, *overrides)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def only_gguf(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+def lose_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove("model.safetensors"), "holds no weights; it needs model.safetensors"),
+        (only_gguf, "to use model.gguf, name that file itself"),
+        (cut_weights, "model.safetensors: damaged"),
+        (lose_shard, "00001.safetensors: no such file"),
+        (remove("tokenizer.json"), "cannot read the tokenizer"),
+    ],
+)
+def test_a_teacher_without_its_files_is_found(
+    run_config: Path, copied_teacher: Path, change: Callable[[Path], None], message: str
+) -> None:
+    source = f"teacher.source={copied_teacher}"
+    examine(run_config, source)
+    change(copied_teacher)
+    with pytest.raises(EnvironmentFault, match=message):
+        examine(run_config, source)
+
+
+def test_random_weights_need_the_config_alone(run_config: Path, copied_teacher: Path) -> None:
+    for path in copied_teacher.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    config = json.loads((copied_teacher / "config.json").read_text())
+    (copied_teacher / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    sizes = ("data.sequence_length=256", "probes.contexts=[256]", "scoring.context=256")
+    keys = "probes.multi_keys=2"
+    source = f"teacher.source={copied_teacher}"
+    with pytest.raises(ConfigError, match=r"probes\.contexts\[0\]: .*are too short"):
+        examine(run_config, source, "teacher.random_weights=true", keys)
+    with pytest.raises(EnvironmentFault, match="no weights"):
+        examine(run_config, source, *sizes, keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_key_value_heads", 0), ("head_dim", 0), ("head_dim", -16), ("vocab_size", 0)],
+)
+def test_impossible_sizes_are_refused(
+    run_config: Path, copied_teacher: Path, name: str, value: int
+) -> None:
+    path = copied_teacher / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ConfigError, match=f"teacher: {name} = {value} is not possible"):
+        examine(run_config, f"teacher.source={copied_teacher}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("probes.contexts=[96, 20]", r"^probes\.contexts\[1\]: .*20 tokens are too short"),
+        ("scoring.context=16", r"^scoring\.context: .*16 tokens are too short"),
+        ("data.sequence_length=32", r"^data\.sequence_length: .*32 tokens are too short"),
+        ("probes.multi_keys=95", r"^probes\.multi_keys: 95; allowed"),
+    ],
+)
+def test_prompts_that_cannot_fit_are_named(run_config: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        examine(run_config, override, "scoring.replacement_length=16")
