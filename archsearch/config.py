@@ -204,6 +204,8 @@ class SearchConfig(Section):
     proxy_tokens: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=3)] = (0,)
     """Distillation tokens before evaluation: the first for every candidate, each later one for the
     fronts of the one before (the front, the seeds' and the random control's)."""
+    max_promoted: Positive | None = None
+    """Most points of each of these fronts that go on, those that add most hypervolume; all where not given."""
     seeds: SeedConfig = SeedConfig()
     random_control: bool = True
     """Also evaluate as many random head maps, to print what the search gains over them."""

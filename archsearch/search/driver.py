@@ -90,7 +90,9 @@ class _Search:
         rungs: list[RungOutcome] = []
         for rung, tokens in enumerate(self._config.search.proxy_tokens):
             if rungs:
-                search, control = map(_repeats, rungs[-1].fronts.promoted())
+                search, control = map(
+                    _repeats, rungs[-1].fronts.promoted(self._config.search.max_promoted)
+                )
             else:
                 search, control = self._first_jobs()
             self._total += len(search) + len(control)

@@ -97,3 +97,12 @@ def test_fronts_compare_search_seeds_and_control() -> None:
 def test_nothing_finished_gives_empty_fronts() -> None:
     data = Fronts.of([KL, MATCH], [], [], 0).to_json()
     assert (data["points"], data["knee"], data["hypervolume"]) == ([], None, 0.0)
+
+
+def test_a_limit_promotes_the_points_that_add_most() -> None:
+    corner, near_it, far = point(0, 0.5, 0.5), point(1, 0.52, 0.51), point(2, 0.0, 0.1)
+    weak = point(3, 1.0, 0.55)
+    fronts = Fronts.of([KL, MATCH], [corner, near_it, far, weak], [], 0)
+    assert len(fronts.points) == 4
+    assert len(fronts.promoted()[0]) == 4
+    assert [c.candidate for c in fronts.promoted(2)[0]] == [0, 2]
