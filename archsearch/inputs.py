@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from .models.teacher import (
     load_tokenizer,
     quiet_transformers,
 )
-from .plan import TRAIN, train_tokens
+from .plan import TRAIN, training_rows
 
 SIZES = (
     "hidden_size",
@@ -74,17 +73,15 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
         tokenizer = load_tokenizer(_locate(config.teacher), config.teacher.random_weights)
     check_vocabulary(tokenizer, info.vocab_size)
     data, length = config.data, config.data.sequence_length
-    rows = math.ceil(train_tokens(config) / length)
-    prompts = round(rows * data.niah_share)
+    rows = training_rows(config)
     uses = [("heldout", data.heldout, data.heldout_sequences, 0)]
-    if rows:
-        skip = data.heldout_sequences if data.train == data.heldout else 0
-        uses.append(("train", data.train, max(1, rows - prompts), skip))
+    if rows.text:
+        uses.append(("train", data.train, rows.text, rows.skip))
     for name, text, sequences, skipped in uses:
         if text.source == "file":
             with _naming(f"data.{name}.path"):
                 _check_text(text, tokenizer, info.vocab_size, sequences, length, skipped)
-    _check_probes(config, tokenizer, prompts)
+    _check_probes(config, tokenizer, rows.prompts)
 
 
 def _locate(config: TeacherConfig) -> Source:

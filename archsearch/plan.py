@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .config import RunConfig
+from .config import RunConfig, TextConfig
 from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
 
@@ -74,6 +76,33 @@ def train_tokens(config: RunConfig) -> int:
     tokens = max(supernet, *config.search.proxy_tokens)
     most = config.data.max_train_sequences
     return tokens if most is None else min(tokens, most * config.data.sequence_length)
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The sequences that a run trains on: rows of text, retrieval prompts, and the rows of the text to pass over."""
+
+    text: int
+    prompts: int
+    skip: int
+
+
+def training_rows(config: RunConfig) -> TrainingRows:
+    """How many training sequences the run reads; none of either kind where it trains nothing.
+
+    skip keeps a corpus that serves as held-out text too from being trained on there.
+    """
+    data = config.data
+    rows = math.ceil(train_tokens(config) / data.sequence_length)
+    prompts = round(rows * data.niah_share)
+    same_corpus = data.train.source != "teacher" and _corpus(data.train) == _corpus(data.heldout)
+    skip = data.heldout_sequences if same_corpus else 0
+    return TrainingRows(max(1, rows - prompts) if rows else 0, prompts, skip)
+
+
+def _corpus(text: TextConfig) -> dict[str, Any]:
+    """What decides which documents a text has; a teacher's temperature does not."""
+    return text.model_dump(exclude={"temperature"})
 
 
 def evaluation_tokens(config: RunConfig) -> int:

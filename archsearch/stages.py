@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import RunConfig, TextConfig
+from .config import RunConfig
 from .console import StageProgress
 from .data.corpora import load_tokens, training_batches
 from .data.niah import Probe, make_probes, retrieval_rows
 from .models.supernet import Supernet
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
-from .plan import TRAIN, train_tokens
+from .plan import TRAIN, training_rows
 from .report.files import write_report
 from .report.records import bytes_text
 from .rundir import RunDir
@@ -97,26 +96,24 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
         progress=progress,
     )
     _write_array(context.run_dir, HELDOUT_FILE, heldout)
-    rows = math.ceil(train_tokens(context.config) / data.sequence_length)
-    if not rows:
+    rows = training_rows(context.config)
+    if not rows.text:
         return f"{heldout.size:,} held-out tokens"
-    prompts = round(rows * data.niah_share)
-    same_corpus = data.train.source != "teacher" and _corpus(data.train) == _corpus(data.heldout)
     text = load_tokens(
         data.train,
         teacher.tokenizer,
         teacher,
-        sequences=max(1, rows - prompts),
+        sequences=rows.text,
         length=data.sequence_length,
         seed=context.seed("train"),
-        skip=data.heldout_sequences if same_corpus else 0,
+        skip=rows.skip,
         progress=progress,
     )
     _write_array(context.run_dir, TRAIN_FILE, text)
-    if prompts:
+    if rows.prompts:
         retrieval = retrieval_rows(
             teacher.tokenizer,
-            prompts,
+            rows.prompts,
             data.sequence_length,
             keys=context.config.probes.multi_keys,
             digits=context.config.probes.digits,
@@ -124,12 +121,7 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
             progress=progress,
         )
         _write_array(context.run_dir, RETRIEVAL_FILE, retrieval)
-    return f"{heldout.size:,} held-out and {text.size:,} training tokens, {prompts:,} prompts"
-
-
-def _corpus(text: TextConfig) -> dict[str, Any]:
-    """What decides which documents a text has; a teacher's temperature does not."""
-    return text.model_dump(exclude={"temperature"})
+    return f"{heldout.size:,} held-out and {text.size:,} training tokens, {rows.prompts:,} prompts"
 
 
 def _write_array(run_dir: RunDir, name: str, array: np.ndarray[Any, Any]) -> None:

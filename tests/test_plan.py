@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from archsearch.config import RunConfig
 from archsearch.configfile import load_config
 from archsearch.headmap import ModelShape
 from archsearch.models.teacher import TeacherInfo
@@ -17,6 +19,7 @@ from archsearch.plan import (
     make_plan,
     matmul_rate,
     train_tokens,
+    training_rows,
 )
 
 INFO = TeacherInfo(
@@ -68,3 +71,16 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 def test_matmul_rate_is_measured() -> None:
     assert matmul_rate(torch.device("cpu")) > 1e8
+
+
+def test_text_that_is_held_out_too_is_not_trained_on() -> None:
+    text = {"source": "file", "path": "a.txt"}
+    sizes = {"sequence_length": 64, "heldout_sequences": 3, "niah_share": 0.25}
+    found = []
+    for train in (text, {**text, "temperature": 0.5}, {**text, "path": "b.txt"}):
+        data = {**sizes, "train": train, "heldout": text}
+        raw = {"schema": 1, "name": "a", "teacher": {"source": "x"}, "data": data}
+        raw["supernet"] = {"tokens": 64 * 8}
+        found.append(training_rows(RunConfig.model_validate_json(json.dumps(raw))))
+    assert [rows.skip for rows in found] == [3, 3, 0]
+    assert {(rows.text, rows.prompts) for rows in found} == {(6, 2)}
