@@ -16,26 +16,75 @@ NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
 
+RetrievalKind = Literal["single", "multikey", "multivalue", "multiquery", "tracking"]
+"""Retrieval sub-probes after RULER: needles in a haystack, and variable tracking."""
+GeneralKind = Literal["copying", "labels", "arithmetic", "lookup", "agreement"]
+"""General sub-probes: short prompts that need no data set."""
+ProbeKind = RetrievalKind | GeneralKind
+
 Metric = Literal[
     "kl",
     "top1_agreement",
     "niah_single_nll",
     "niah_single_match",
-    "niah_multi_nll",
-    "niah_multi_match",
+    "niah_multikey_nll",
+    "niah_multikey_match",
+    "niah_multivalue_nll",
+    "niah_multivalue_match",
+    "niah_multiquery_nll",
+    "niah_multiquery_match",
+    "tracking_nll",
+    "tracking_match",
+    "copying_nll",
+    "copying_match",
+    "labels_nll",
+    "labels_match",
+    "arithmetic_nll",
+    "arithmetic_match",
+    "lookup_nll",
+    "lookup_match",
+    "agreement_nll",
+    "agreement_match",
+    "general_nll",
+    "general_match",
     "fa_share",
     "cache_bytes",
 ]
+ScoreMethod = Literal[
+    "causal",
+    "attribution",
+    "retrieval_heads",
+    "duo_gates",
+    "replacement_kl",
+    "replacement_nll",
+    "leave_one_in",
+    "restoration",
+]
+"""What heads are scored by; scoring.methods.METHODS has what each does."""
 SeedMethod = Literal[
     "all_full",
     "all_gdn",
     "causal",
     "causal_per_layer",
+    "causal_groups",
+    "attribution",
+    "attribution_groups",
+    "retrieval_heads",
+    "retrieval_heads_groups",
+    "duo_gates",
     "replacement_kl",
+    "replacement_kl_groups",
+    "replacement_nll",
+    "replacement_nll_groups",
+    "leave_one_in",
+    "leave_one_in_groups",
+    "restoration",
     "blend",
+    "blend_groups",
     "even_layers",
     "random",
 ]
+"""Head maps to start from; NAME_groups keeps whole KV groups, restoration and even_layers whole layers."""
 
 
 class Section(BaseModel):
@@ -94,32 +143,83 @@ class DataConfig(Section):
 
 
 class ProbeConfig(Section):
-    """Needle-in-a-haystack prompts, for scores, trial metrics and training sequences."""
+    """The prompts that every trial answers; digits and multi_keys also shape those of scores and training."""
 
+    kinds: Annotated[tuple[ProbeKind, ...], Field(min_length=1)] = ("single", "multikey")
+    """Each gives a metric KIND_nll and KIND_match (with niah_ before needles); general_nll and general_match are
+    the means over the general ones."""
     contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1024,)
-    """Prompt lengths in tokens."""
+    """Lengths in tokens of retrieval prompts; general ones have their own, of 50 to 400."""
     multi_keys: Annotated[int, Field(ge=2)] = 4
-    """Needles in a multi-key prompt; a single-key prompt has one."""
+    """Needles in a prompt of several; a single-key prompt has one."""
     digits: Annotated[int, Field(ge=1, le=12)] = 7
     """Length of the number that is the needle's value."""
     prompts: Positive = 8
-    """Evaluation prompts for each of single and multi-key, at each context."""
+    """Evaluation prompts of each kind (retrieval: at each context)."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ProbeConfig:
+        if len(set(self.kinds)) < len(self.kinds):
+            raise ValueError("kinds names a kind twice")
+        return self
 
 
 class ScoringConfig(Section):
     """Head scores that seed and guide the search."""
 
+    methods: tuple[ScoreMethod, ...] = ()
+    """Scores to compute beside causal and those that search.seeds.methods and the search itself need."""
+    retrieval: tuple[RetrievalKind, ...] = (
+        "single",
+        "multikey",
+        "multivalue",
+        "multiquery",
+        "tracking",
+    )
+    """Sub-probes of the capability "retrieval"; none leaves it out."""
+    general: tuple[GeneralKind, ...] = ("copying", "labels", "arithmetic", "lookup", "agreement")
+    """Sub-probes of the capability "general"; none leaves it out."""
+    pairs_file: str | None = None
+    """JSONL of own pairs, a line {clean, corrupt, answer, distractor} each, optionally capability ("user" where not
+    given) and probe (its sub-probe, "pairs" where not given); `package:` works."""
     pairs: Positive = 8
-    """Clean and corrupt pairs for each of single and multi-key."""
-    context: Positive = 1024
+    """Clean and corrupt pairs of each sub-probe, counting only those that the teacher answers."""
+    max_draws: Annotated[int, Field(ge=1)] = 4
+    """Most pairs drawn for each one wanted, before a sub-probe makes do with fewer."""
+    min_pairs: Positive = 4
+    """Least pairs a capability, all its sub-probes together; with fewer the run ends."""
+    contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1024,)
+    """Lengths in tokens of retrieval pairs, by turns."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Weight of answer token j is decay**j."""
     threshold: Annotated[float, Field(ge=0)] = 0.01
     """Effect above which a sub-probe counts towards a head's consistency."""
+    sender_pairs: NonNegative = 8
+    """Pairs a capability on which sender effects are measured, spread over its sub-probes; 0 leaves them out."""
+    receiver_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Most heads, as a share of all, that a round of path patching takes as receivers."""
+    sender_rounds: Positive = 3
+    """Most rounds of path patching; fewer where no round finds a new receiver."""
+    memory_gib: Rate = 4.0
+    """Working memory that scores may take beside the model; work is cut into pieces that fit."""
     replacement_sequences: Positive = 1
     """Held-out sequences on which each head alone is replaced by its twin."""
     replacement_length: Positive = 512
     """Tokens of each such sequence."""
+    gate_steps: Positive = 200
+    """Optimiser steps of the learned gates (duo_gates)."""
+
+    @model_validator(mode="after")
+    def _probed(self) -> ScoringConfig:
+        for name in ("retrieval", "general", "methods", "contexts"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} names a value twice")
+        if not (self.retrieval or self.general or self.pairs_file):
+            raise ValueError(
+                "retrieval, general and pairs_file are all empty: nothing to score heads by"
+            )
+        return self
 
 
 class GdnConfig(Section):

@@ -194,7 +194,7 @@ def _score(context: RunContext, progress: StageProgress) -> str:
         f"niah_{kind}": receiver_effects(
             teacher, _score_probes(context, kind), decay=scoring.decay, progress=progress
         )
-        for kind in ("single", "multi")
+        for kind in ("single", "multikey")
     }
     causal = composite(effects, threshold=scoring.threshold)
     causal.save(context.run_dir / "scores.json")

@@ -52,7 +52,7 @@ __all__ = [
     "vocabulary",
 ]
 
-KINDS = ("single", "multi")
+KINDS = ("single", "multikey")
 
 _DRAWS = 50
 _GOLDEN = 0.6180339887498949
@@ -97,7 +97,7 @@ def make_probes(
 ) -> list[Probe]:
     """Draws count probes whose prompt + answer takes context tokens, or a few less.
 
-    kind "single" hides one needle whatever keys says, "multi" hides needles of that many keys. Probe i
+    kind "single" hides one needle whatever keys says, "multikey" hides needles of that many keys. Probe i
     does not depend on count; the depths of the asked needles are spread evenly over any run of probes.
     Raises ConfigError where context is too short or the tokenizer cannot tell numbers apart.
     """

@@ -91,13 +91,13 @@ class Bench:
 
     def random_retrieval(self, supernet: Supernet) -> dict[str, float]:
         """Multi-key exact match of the teacher and of the random maps at the smallest share."""
-        probes = [p for p in evaluation_probes(self.teacher, self.config) if p.kind == "multi"]
+        probes = [p for p in evaluation_probes(self.teacher, self.config) if p.kind == "multikey"]
         ask = partial(retrieval, probes=probes, batch_tokens=16_384)
-        found = {"teacher": ask(self.teacher.model)["niah_multi_match"]}
+        found = {"teacher": ask(self.teacher.model)["niah_multikey_match"]}
         for name, head_map in self.maps.items():
             if name.startswith("random") and name.endswith(f"{min(SHARES):.3f}"):
                 student = cut(self.teacher, supernet, head_map, copy=False)
-                found[name] = ask(student)["niah_multi_match"]
+                found[name] = ask(student)["niah_multikey_match"]
         return found
 
     def batches(self, seed: int, start: int) -> Any:

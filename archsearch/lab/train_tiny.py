@@ -69,7 +69,7 @@ def retrieval_match(
     """Share of probes whose whole answer is the argmax at every position (teacher-forced)."""
     probes = make_probes(
         tokenizer,
-        "multi" if keys > 1 else "single",
+        "multikey" if keys > 1 else "single",
         count,
         context,
         keys=keys,

@@ -18,8 +18,8 @@ METRIC_TITLES = {
     "top1_agreement": "top-1 agreement with the teacher",
     "niah_single_nll": "single-key answer NLL (nats a token)",
     "niah_single_match": "single-key exact match",
-    "niah_multi_nll": "multi-key answer NLL (nats a token)",
-    "niah_multi_match": "multi-key exact match",
+    "niah_multikey_nll": "multi-key answer NLL (nats a token)",
+    "niah_multikey_match": "multi-key exact match",
     "fa_share": "share of full-attention heads",
     "cache_bytes": "cache bytes a sequence",
 }

@@ -24,8 +24,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "top1_agreement": (0, 1),
     "niah_single_nll": (0, math.inf),
     "niah_single_match": (0, 1),
-    "niah_multi_nll": (0, math.inf),
-    "niah_multi_match": (0, 1),
+    "niah_multikey_nll": (0, math.inf),
+    "niah_multikey_match": (0, 1),
     "fa_share": (0, 1),
 }
 """The values that each metric can take; those of cache_bytes depend on the model."""

@@ -76,14 +76,14 @@ def test_make_probes_keeps_a_lone_space_in_the_prompt() -> None:
 
 def test_make_probes_repeats_itself_and_does_not_depend_on_count() -> None:
     tokenizer = word_tokenizer()
-    probes = make_probes(tokenizer, "multi", 5, 256, keys=4, digits=4, seed=1)
-    assert probes[:2] == make_probes(tokenizer, "multi", 2, 256, keys=4, digits=4, seed=1)
-    assert probes != make_probes(tokenizer, "multi", 5, 256, keys=4, digits=4, seed=2)
+    probes = make_probes(tokenizer, "multikey", 5, 256, keys=4, digits=4, seed=1)
+    assert probes[:2] == make_probes(tokenizer, "multikey", 2, 256, keys=4, digits=4, seed=1)
+    assert probes != make_probes(tokenizer, "multikey", 5, 256, keys=4, digits=4, seed=2)
     assert len({probe.prompt for probe in probes}) == 5
 
 
 def test_make_probes_spreads_the_depths() -> None:
-    probes = make_probes(word_tokenizer(), "multi", 8, 600, keys=4, digits=4, seed=0)
+    probes = make_probes(word_tokenizer(), "multikey", 8, 600, keys=4, digits=4, seed=0)
     eighths = sorted(int(8 * _differences(probe)[0] / len(probe.prompt)) for probe in probes)
     assert len(set(eighths)) >= 6
     assert eighths[0] <= 1
@@ -92,7 +92,7 @@ def test_make_probes_spreads_the_depths() -> None:
 
 def test_make_probes_refuses_a_short_context() -> None:
     with pytest.raises(ConfigError, match="too short"):
-        make_probes(word_tokenizer(), "multi", 1, 64, keys=4, digits=7, seed=0)
+        make_probes(word_tokenizer(), "multikey", 1, 64, keys=4, digits=7, seed=0)
 
 
 def test_make_probes_refuses_a_tokenizer_without_numbers() -> None:

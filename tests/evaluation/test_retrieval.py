@@ -27,7 +27,7 @@ def mixed_probes(teacher: Teacher) -> list[Probe]:
     """Probes of both kinds, several lengths; every second answer is what the teacher decodes."""
     probes = []
     for index, length in enumerate((20, 31, 24, 20, 27, 20)):
-        kind = "single" if index % 3 else "multi"
+        kind = "single" if index % 3 else "multikey"
         [probe] = random_probes(1, kind=kind, length=length, seed=index)
         if index % 2:
             probe = replace(probe, answer=greedy(teacher, probe.prompt, len(probe.answer)))
@@ -49,7 +49,7 @@ def test_match_is_greedy_decoding_and_nll_is_unpadded(batch_tokens: int) -> None
     teacher = random_teacher("qwen3")
     probes = mixed_probes(teacher)
     found = retrieval(teacher.model, probes, batch_tokens=batch_tokens)
-    for kind in ("single", "multi"):
+    for kind in ("single", "multikey"):
         own = [probe for probe in probes if probe.kind == kind]
         hits = [greedy(teacher, p.prompt, len(p.answer)) == p.answer for p in own]
         nats = [value for probe in own for value in nll(teacher, probe)]

@@ -19,7 +19,7 @@ def made_candidate(
     """A candidate with the metrics that reports read."""
     metrics = {
         "kl": kl,
-        "niah_multi_match": 0.5,
+        "niah_multikey_match": 0.5,
         "fa_share": head_map.fa_share,
         "cache_bytes": float(cache_bytes(head_map, 1024)),
     }

@@ -67,7 +67,7 @@ def test_text_from_outside_is_escaped(page: str) -> None:
 
 def test_costs_go_to_the_x_axis() -> None:
     kl, cost = Objective("kl", minimize=True), Objective("cache_bytes", minimize=True)
-    nll = Objective("niah_multi_nll", minimize=True)
+    nll = Objective("niah_multikey_nll", minimize=True)
     assert plot_axes((kl, cost)) == plot_axes((cost, kl)) == [(cost, kl)]
     assert len(plot_axes((kl, nll, cost))) == 3
     assert plot_axes((kl,)) == [(cost, kl)]

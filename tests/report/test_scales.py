@@ -14,10 +14,10 @@ from archsearch.report.scales import make_axis
     [
         ("kl", [0.0, 0.02, 0.7]),
         ("kl", [0.0]),
-        ("niah_multi_nll", [7.4, 7.9]),
+        ("niah_multikey_nll", [7.4, 7.9]),
         ("cache_bytes", [32_768.0, 9e8]),
         ("fa_share", [0.125, 1.0]),
-        ("niah_multi_match", [0.5, 0.5]),
+        ("niah_multikey_match", [0.5, 0.5]),
         ("top1_agreement", []),
     ],
 )

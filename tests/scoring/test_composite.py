@@ -36,7 +36,7 @@ def test_sub_probes_average_their_pairs_first() -> None:
 
 def test_composite_is_the_mean_of_min_max_scaled_capabilities() -> None:
     scores = scores_of(
-        {"single": [[[1.0, 0.5, 0.0]]], "multi": [[[0.02, 0.1, 0.02]]]}, threshold=0.01
+        {"single": [[[1.0, 0.5, 0.0]]], "multikey": [[[0.02, 0.1, 0.02]]]}, threshold=0.01
     )
     assert scores.composite[0] == pytest.approx([0.5, 0.75, 0.0])
 
@@ -50,7 +50,7 @@ def test_a_capability_without_usable_pairs_scores_zero_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        scores = scores_of({"single": [[[0.5, 0.1]]], "multi": [[[NAN, NAN]]]})
+        scores = scores_of({"single": [[[0.5, 0.1]]], "multikey": [[[NAN, NAN]]]})
     assert scores.composite == [[0.5, 0.0]]
     assert "no pair of multi" in caplog.text
 
@@ -70,7 +70,7 @@ def test_no_capability_is_an_error() -> None:
 
 
 def test_scores_survive_the_file(tmp_path: Path) -> None:
-    effects = {"single": torch.rand(3, 4, 5), "multi": torch.rand(2, 3, 4, 5)}
+    effects = {"single": torch.rand(3, 4, 5), "multikey": torch.rand(2, 3, 4, 5)}
     scores = composite(effects, threshold=0.3)
     path = tmp_path / "scores.json"
     scores.save(path)

@@ -95,8 +95,8 @@ def fake_metrics(head_map: HeadMap, tokens: int) -> dict[str, float]:
         "top1_agreement": 1 / (1 + lost),
         "niah_single_nll": lost / 2,
         "niah_single_match": 1.0,
-        "niah_multi_nll": lost,
-        "niah_multi_match": 0.5,
+        "niah_multikey_nll": lost,
+        "niah_multikey_match": 0.5,
         "fa_share": head_map.fa_share,
         "cache_bytes": float(cache_bytes(head_map, 32_768)),
     }

@@ -12,13 +12,13 @@ from archsearch.search.front import CONTROL, Candidate, Fronts, Scale, knee, par
 from tests.search.fakes import SHAPE
 
 KL = ObjectiveConfig(metric="kl", direction="minimize")
-MATCH = ObjectiveConfig(metric="niah_multi_match", direction="maximize")
+MATCH = ObjectiveConfig(metric="niah_multikey_match", direction="maximize")
 BYTES = ObjectiveConfig(metric="cache_bytes", direction="minimize")
 MAP = HeadMap.uniform(SHAPE, Operator.GDN)
 
 
 def point(number: int, kl: float, match: float, source: str = "search", **more: bool) -> Candidate:
-    metrics = {"kl": kl, "niah_multi_match": match, "cache_bytes": 1.0}
+    metrics = {"kl": kl, "niah_multikey_match": match, "cache_bytes": 1.0}
     return Candidate(number, source, metrics, MAP, **more)  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_fronts_compare_search_seeds_and_control() -> None:
     assert [c.source for c in drawn] == [CONTROL, CONTROL]
     assert fronts.lines()[0] == "front: 2 points of 3, 1 that no seed supplied"
     data = json.loads(json.dumps(fronts.to_json(), allow_nan=False))
-    assert data["objectives"][1] == {"metric": "niah_multi_match", "direction": "maximize"}
+    assert data["objectives"][1] == {"metric": "niah_multikey_match", "direction": "maximize"}
     assert [p["source"] for p in data["points"]] == ["causal", "search"]
     assert data["random"]["hypervolume"] == volumes["random"]
     assert data["knee"] in (0, 1)

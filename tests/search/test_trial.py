@@ -96,8 +96,8 @@ def test_reports_every_metric_and_the_cost(worker: TrialWorker) -> None:
         "top1_agreement",
         "niah_single_nll",
         "niah_single_match",
-        "niah_multi_nll",
-        "niah_multi_match",
+        "niah_multikey_nll",
+        "niah_multikey_match",
         "fa_share",
         "cache_bytes",
     }

@@ -1,0 +1,52 @@
+"""What a scoring method gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..config import ScoringConfig
+from ..data.niah import Probe
+from ..models.supernet import Supernet
+from ..models.teacher import Teacher
+from ..progress import Progress, ignore_progress
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class SubProbe:
+    """The pairs of one sub-probe that the teacher answers, of `drawn` that were tried."""
+
+    pairs: tuple[Probe, ...]
+    drawn: int
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """Teacher, pairs by capability and sub-probe, held-out tokens [N, T], and the supernet, loaded when called."""
+
+    teacher: Teacher
+    capabilities: Mapping[str, Mapping[str, SubProbe]]
+    heldout_NT: Tensor
+    supernet: Callable[[], Supernet]
+    config: ScoringConfig
+    seed: int
+    progress: Progress = ignore_progress
+
+    @property
+    def memory_bytes(self) -> int:
+        """Working memory that a method may take beside the model."""
+        return round(self.config.memory_gib * GIB)
+
+    def pairs(self, *, capability: str | None = None) -> Sequence[Probe]:
+        """All pairs, or those of one capability (none where the run leaves it out)."""
+        return [
+            pair
+            for name, probes in self.capabilities.items()
+            if capability in (None, name)
+            for probe in probes.values()
+            for pair in probe.pairs
+        ]
