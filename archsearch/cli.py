@@ -12,10 +12,11 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
+from .config import ScoreMethod
 from .configfile import load_config
 from .console import Printer
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
@@ -60,11 +61,18 @@ def score(
     config: ConfigPath,
     overrides: Overrides = None,
     run_dir: RunDirOption = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option("--method", metavar="NAME", help="Only these scores; may be given again."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Runs up to the head scores and writes scores.json."""
+    """Runs up to the head scores and writes scores.json and scores/."""
     with faults(debug):
-        _run(config, overrides, run_dir, last="scores", dry_run=False)
+        if methods:
+            _score_by(config, overrides, run_dir, methods)
+        else:
+            _run(config, overrides, run_dir, last="scores", dry_run=False)
 
 
 @app.command()
@@ -175,6 +183,24 @@ def _run(
         printer.line(line)
     if not dry_run:
         run_stages(settings, place, printer, last=last)
+
+
+def _score_by(
+    config: Path, overrides: list[str] | None, run_dir: Path | None, names: list[str]
+) -> None:
+    methods = [method for method in get_args(ScoreMethod) if method in names]
+    if unknown := set(names) - set(methods):
+        allowed = ", ".join(get_args(ScoreMethod))
+        raise ConfigError(f"--method {min(unknown)}: no such method; allowed: {allowed}")
+    settings = load_config(config, overrides or [])
+    from .pipeline import plan_run, run_methods
+
+    printer = Printer()
+    place = RunDir(run_dir or Path("runs") / settings.name)
+    printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
+    with naming(config):
+        plan_run(settings, place)
+    run_methods(settings, place, printer, methods)
 
 
 @contextlib.contextmanager

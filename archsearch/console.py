@@ -24,6 +24,7 @@ class StageProgress:
         self._console = console
         self._bar = bar
         self._task = bar.add_task(name, total=None) if bar is not None else None
+        self._part = ""
         self._start = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
@@ -34,7 +35,15 @@ class StageProgress:
         now = time.monotonic()
         if now - self._said >= PLAIN_SECONDS:
             self._said = now
-            self.line(f"  {self.name}: {done:,} of {total:,} ({done / max(total, 1):.0%})")
+            self.line(
+                f"  {self.name}: {self._part}{done:,} of {total:,} ({done / max(total, 1):.0%})"
+            )
+
+    def begin(self, part: str) -> None:
+        """Says which part of the stage the next calls count, each part from zero."""
+        self._part = f"{part} "
+        if self._bar is not None and self._task is not None:
+            self._bar.reset(self._task, total=None, description=f"{self.name} {part}")
 
     def line(self, text: str) -> None:
         """Prints a line of its own, above the bar where there is one."""

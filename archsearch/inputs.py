@@ -12,11 +12,14 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from .config import GdnConfig, RunConfig, TeacherConfig, TextConfig
+from .config import GdnConfig, ProbeKind, RunConfig, TeacherConfig, TextConfig
 from .data.corpora import load_tokens
 from .data.documents import open_corpus
-from .data.niah import KINDS, make_probes, retrieval_rows
+from .data.niah import Probe, retrieval_rows
+from .data.pairs_file import read_pairs
+from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, make_probes
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
+from .footprint import TRAIN
 from .models.gguf_cache import cached, read_config
 from .models.sources import Source, locate, resolve_path
 from .models.supernet import read_meta
@@ -26,7 +29,7 @@ from .models.teacher import (
     load_tokenizer,
     quiet_transformers,
 )
-from .plan import TRAIN, training_rows
+from .plan import training_rows
 
 SIZES = (
     "hidden_size",
@@ -41,6 +44,8 @@ SIZES = (
 """Fields of a model's config that must be 1 or more where it has them."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files that transformers takes weights from, in its order, each whole or as an index of shards."""
+GENERAL_DRAWS = 4
+"""Prompts of each general kind that are drawn to see how long they are."""
 
 
 def check_teacher_files(config: TeacherConfig) -> None:
@@ -63,7 +68,7 @@ def check_teacher_files(config: TeacherConfig) -> None:
 
 
 def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
-    """Checks supernet, tokenizer and text against the teacher, and draws one probe of each kind and length.
+    """Checks supernet, tokenizer, text and own pairs against the teacher, and draws probes of each kind and length.
 
     Raises ConfigError with the field, EnvironmentFault for a file that is missing or damaged.
     """
@@ -81,7 +86,11 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
         if text.source == "file":
             with _naming(f"data.{name}.path"):
                 _check_text(text, tokenizer, info.vocab_size, sequences, length, skipped)
-    _check_probes(config, tokenizer, rows.prompts)
+    _check_retrieval(config, tokenizer, rows.prompts)
+    _check_general(config, tokenizer, info.max_context)
+    if config.scoring.pairs_file is not None:
+        with _naming("scoring.pairs_file"):
+            _check_pairs(config.scoring.pairs_file, tokenizer, info.max_context)
 
 
 def _locate(config: TeacherConfig) -> Source:
@@ -167,21 +176,63 @@ def _check_text(
         raise ConfigError(f"{path}: holds no text")
 
 
-def _check_probes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
-    keys, digits = config.probes.multi_keys, config.probes.digits
-    contexts = {f"probes.contexts[{i}]": c for i, c in enumerate(config.probes.contexts)}
-    for field, context in (contexts | {"scoring.context": config.scoring.context}).items():
-        for kind in KINDS:
-            with _naming(field):
-                make_probes(tokenizer, kind, 1, context, keys=keys, digits=digits, seed=config.seed)
+def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
+    """Draws one prompt of each retrieval kind at each context: they may be too short for the needles."""
+    parts = (
+        ("probes.contexts", config.probes.contexts, config.probes.kinds),
+        ("scoring.contexts", config.scoring.contexts, config.scoring.retrieval),
+    )
+    for field, contexts, kinds in parts:
+        for index, context in enumerate(contexts):
+            with _naming(f"{field}[{index}]"):
+                for kind in kinds:
+                    if kind in RETRIEVAL_KINDS:
+                        _draw(config, tokenizer, kind, 1, context)
     with _naming("data.sequence_length"):
         retrieval_rows(
             tokenizer,
-            min(prompts, len(KINDS)),
+            min(prompts, 2),  # They take turns between one key and several.
             config.data.sequence_length,
-            keys=keys,
-            digits=digits,
+            keys=config.probes.multi_keys,
+            digits=config.probes.digits,
             seed=config.seed,
+        )
+
+
+def _check_general(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
+    """Draws general prompts: a tokenizer may not tell their answers apart, or the teacher may be too short."""
+    parts = (("probes.kinds", config.probes.kinds), ("scoring.general", config.scoring.general))
+    for field, kinds in parts:
+        for kind in kinds:
+            if kind in GENERAL_KINDS:
+                with _naming(field):
+                    probes = _draw(config, tokenizer, kind, GENERAL_DRAWS, max_context)
+                    _check_lengths(probes, kind, max_context)
+
+
+def _check_pairs(source: str, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
+    path = resolve_path(source)
+    for probes in read_pairs(path, tokenizer).values():
+        for name, pairs in probes.items():
+            _check_lengths(pairs, f"{path}: {name}", max_context)
+
+
+def _draw(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: ProbeKind,
+    count: int,
+    context: int,
+) -> list[Probe]:
+    keys, digits = config.probes.multi_keys, config.probes.digits
+    return make_probes(tokenizer, kind, count, context, keys=keys, digits=digits, seed=config.seed)
+
+
+def _check_lengths(probes: list[Probe], name: str, max_context: int) -> None:
+    longest = max((len(probe.prompt) + len(probe.answer) for probe in probes), default=0)
+    if longest > max_context:
+        raise ConfigError(
+            f"{name}: prompts of {longest} tokens are beyond the teacher's {max_context}"
         )
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from .config import RunConfig
+from .config import RunConfig, ScoreMethod
 from .console import Printer
 from .errors import RunFault
 from .memory import MemoryWatch
-from .models.teacher import inspect_teacher, pick_device
+from .models.teacher import inspect_teacher
 from .plan import STAGES, Plan, make_plan
 from .preflight import check_config, check_machine, check_memory, ignored_options
-from .rundir import RunDir
-from .stages import STAGE_WORK, RunContext
+from .rundir import RunDir, score_file
+from .scoring.methods import METHODS
+from .search.seeds import ScoreTables, read_scores, top_heads
+from .stages import STAGE_WORK, RunContext, score_heads
 
 SCHEMA = 1
+BEST_HEADS = 5
+"""Heads that are named of each method."""
 
 
 def plan_run(config: RunConfig, run_dir: RunDir) -> Plan:
@@ -29,8 +34,8 @@ def plan_run(config: RunConfig, run_dir: RunDir) -> Plan:
     run_dir.check_frozen(config)
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
     plan = make_plan(config, info, finished)
-    check_memory(plan, pick_device(config.teacher.device))
-    run_dir.require_disk(plan.disk_bytes)
+    check_memory(plan)
+    run_dir.require_disk(plan.needs.disk)
     return plan
 
 
@@ -41,20 +46,60 @@ def run_stages(
 
     Raises RunFault at the end where trials failed.
     """
+    with _opened(config, run_dir, printer) as (context, memory):
+        _run(context, memory, STAGES[: STAGES.index(last) + 1], printer)
+        # Also where a kept search had failures: the same command says the same of the same run.
+        failed = (run_dir.stage("search") or {}).get("failed", 0) if last == STAGES[-1] else 0
+    if failed:
+        raise RunFault(f"{failed} trials failed; the report names them and their causes")
+
+
+def run_methods(
+    config: RunConfig, run_dir: RunDir, printer: Printer, methods: Sequence[ScoreMethod]
+) -> None:
+    """Scores heads by these methods alone, and prints what each found. Scores that are there are kept.
+
+    Text and supernet are made only where one of the methods reads the twins.
+    """
+    needs_twins = any(METHODS[method].needs_supernet for method in methods)
+    with _opened(config, run_dir, printer) as (context, memory):
+        _run(context, memory, ("teacher", "data", "supernet") if needs_twins else (), printer)
+        with printer.stage("scores") as progress:
+            scored = score_heads(context, methods, progress)
+            kept = [method for method in methods if method not in scored]
+            said = [*scored, *(f"{method} kept" for method in kept)]
+            progress.summary = ", ".join(said)
+        tables = read_scores(run_dir, methods)
+    width = max(map(len, methods))
+    for method in methods:
+        printer.line(f"{method:<{width}}  {_best(tables[method])}  {run_dir / score_file(method)}")
+
+
+def _best(scores: ScoreTables) -> str:
+    """The heads that score highest."""
+    heads = top_heads(scores.heads, BEST_HEADS)
+    return ", ".join(f"L{layer} H{head} {scores.heads[layer][head]:.3g}" for layer, head in heads)
+
+
+@contextmanager
+def _opened(
+    config: RunConfig, run_dir: RunDir, printer: Printer
+) -> Iterator[tuple[RunContext, MemoryWatch]]:
+    """Locks the run directory and writes down what runs there."""
     with run_dir, MemoryWatch() as memory:
         run_dir.freeze_config(config)
         run_dir.record_provenance(config.seed)
         for warning in [*run_dir.warnings(), *ignored_options(config)]:
             printer.line(f"warning: {warning}")
-        context = RunContext(config, run_dir)
-        for name in _due(run_dir, config, STAGES[: STAGES.index(last) + 1], printer):
-            with printer.stage(name) as progress:
-                progress.summary = summary = STAGE_WORK[name](context, progress)
-            _record(context, name, progress.seconds, memory.take_peak(), summary)
-        # Also where a kept search had failures: the same command says the same of the same run.
-        failed = (run_dir.stage("search") or {}).get("failed", 0) if last == STAGES[-1] else 0
-    if failed:
-        raise RunFault(f"{failed} trials failed; the report names them and their causes")
+        yield RunContext(config, run_dir), memory
+
+
+def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer: Printer) -> None:
+    """Runs those of the named stages that are not finished."""
+    for name in _due(context.run_dir, context.config, names, printer):
+        with printer.stage(name) as progress:
+            progress.summary = summary = STAGE_WORK[name](context, progress)
+        _record(context, name, progress.seconds, memory.take_peak(), summary)
 
 
 def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Printer) -> list[str]:

@@ -6,22 +6,39 @@ import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from .config import RunConfig, TextConfig
+from .config import GeneralKind, RunConfig, ScoreMethod, TextConfig
+from .footprint import TRAIN, Footprint, footprint
 from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
+from .search.driver import needed_scores
 
 STAGES = ("teacher", "data", "supernet", "scores", "search", "report")
-TRAIN = "train"
-"""The value of supernet.source that trains a supernet in the run."""
-DECODE_EFFICIENCY = 0.08
-FORWARD_EFFICIENCY = 0.4
-"""Shares of the measured matmul rate that drawing text and forwards reach (stated, not measured)."""
-WORKER_OVERHEAD_BYTES = 600 * 1024**2
-"""Python with torch and transformers loaded."""
+
+DECODE_EFFICIENCY, FORWARD_EFFICIENCY = 0.08, 0.4
+"""Shares of a CPU's matmul rate that drawing text and forwards reach (stated, not measured)."""
+GPU_EFFICIENCY, GPU_WIDTH = 0.07, 576
+"""Share of a GPU's matmul rate at that hidden size, growing with its root. Measured on an H200: 7% in alignment and
+evaluation of SmolLM2-135M, 12% in alignment at hidden size 2048."""
+GPU_STEP_SECONDS = 1e-3
+"""A layer's share of a decode step on a GPU, bound by launches: measured on an H200, whatever the batch."""
+GPU_DRAW_BATCH = 512
+"""Sequences that are drawn at once on a GPU (data.sampling)."""
+RAY_SECONDS = 10.0
+"""Starting Ray and its workers, without their models."""
+
+DRAWN_PAIRS = 1.5
+"""Pairs drawn for each that the teacher answers."""
+GENERAL_TOKENS = 100
+"""Length of a general prompt (61 to 129 with the tokenizer of SmolLM2)."""
+ANSWER_TOKENS = 6
+MLP_SHARE = 0.6
+"""Share of the MLPs in a forward: with attention frozen, only they run again."""
+SENDER_ROUNDS = 2
+"""Rounds of path patching after which no receiver is new."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +56,10 @@ class Plan:
     """The stages of a run and what they need."""
 
     stages: tuple[PlannedStage, ...]
-    memory_bytes: int
-    disk_bytes: int
+    needs: Footprint
     rate_flops: float
+    gpu_room: int = 0
+    """Memory in bytes of the GPUs that it would run on; 0 where there are none."""
 
     @property
     def seconds(self) -> float:
@@ -54,11 +72,16 @@ class Plan:
             f"  {s.name:<9} {'done' if s.finished else duration(s.seconds):<9} {s.what}"
             for s in self.stages
         ]
+        gpu = f", {bytes_text(self.needs.gpu)} of GPU memory" if self.needs.gpu else ""
         total = (
             f"  in all about {duration(self.seconds)} at {self.rate_flops / 1e9:,.0f} GFLOP/s, "
-            f"{bytes_text(self.memory_bytes)} of memory, {bytes_text(self.disk_bytes)} of disk"
+            f"{bytes_text(self.needs.host)} of memory{gpu}, {bytes_text(self.needs.disk)} of disk"
         )
-        return [*rows, total]
+        if self.needs.gpu <= self.gpu_room or not self.gpu_room:
+            return [*rows, total]
+        room = bytes_text(self.gpu_room)
+        hint = "lower distill.batch_tokens, supernet.batch_tokens or execution.workers"
+        return [*rows, total, f"  warning: the GPU memory here is {room}: {hint}"]
 
 
 def duration(seconds: float) -> str:
@@ -105,10 +128,39 @@ def _corpus(text: TextConfig) -> dict[str, Any]:
     return text.model_dump(exclude={"temperature"})
 
 
+def scored_methods(config: RunConfig) -> list[ScoreMethod]:
+    """The scores of a run, in the order of ScoreMethod: causal, what the search reads, and scoring.methods."""
+    wanted = {"causal", *needed_scores(config.search), *config.scoring.methods}
+    return [method for method in get_args(ScoreMethod) if method in wanted]
+
+
 def evaluation_tokens(config: RunConfig) -> int:
-    """Tokens of one candidate's evaluation: held-out text, single and multi-key prompts."""
-    text = config.data.heldout_sequences * config.data.sequence_length
-    return text + 2 * config.probes.prompts * sum(config.probes.contexts)
+    """Tokens of one candidate's evaluation: held-out text and prompts."""
+    data, probes = config.data, config.probes
+    general = len(set(probes.kinds) & set(get_args(GeneralKind)))
+    retrieval = (len(probes.kinds) - general) * sum(probes.contexts)
+    prompts = probes.prompts * (retrieval + general * GENERAL_TOKENS)
+    return data.heldout_sequences * data.sequence_length + prompts
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds a token that a device takes for a model's forward and for drawing text, the latter also a step."""
+
+    device: str
+    forward: float
+    draw: float
+    step: float
+
+    @classmethod
+    def of(cls, info: TeacherInfo, device: str, rate_flops: float) -> Speed:
+        """Estimates from a matmul rate in FLOP/s."""
+        flops = 2 * info.num_parameters / rate_flops
+        if device == "cpu":
+            return cls(device, flops / FORWARD_EFFICIENCY, flops / DECODE_EFFICIENCY, 0.0)
+        share = GPU_EFFICIENCY * math.sqrt(info.hidden_size / GPU_WIDTH)
+        forward = flops / min(FORWARD_EFFICIENCY, share)
+        return cls(device, forward, forward, GPU_STEP_SECONDS * info.shape.num_layers)
 
 
 def make_plan(
@@ -117,21 +169,34 @@ def make_plan(
     finished: Collection[str] = (),
     *,
     rate_flops: float | None = None,
+    device: str | None = None,
 ) -> Plan:
-    """Estimates a run from the teacher's size and a matmul rate, measured here and now if not given."""
-    rate = rate_flops or matmul_rate(pick_device(config.teacher.device))
-    forward = 2 * info.num_parameters / (rate * FORWARD_EFFICIENCY)
+    """Estimates a run from the teacher's size and a matmul rate, measured here and now if not given.
+
+    device is "cpu" or "cuda", the config's where it is None.
+    """
+    place = pick_device(config.teacher.device) if device is None else torch.device(device)
+    rate = rate_flops or matmul_rate(place)
+    speed = Speed.of(info, place.type, rate)
     work = {
         "teacher": _teacher(info),
-        "data": _data(config, info, rate),
-        "supernet": _supernet(config, info, forward),
-        "scores": _scores(config, info, forward),
-        "search": _search(config, forward),
+        "data": _data(config, speed),
+        "supernet": _supernet(config, info, speed),
+        "scores": _scores(config, info, speed),
+        "search": _search(config, info, speed),
         "report": ("Pareto plot, head maps, pareto.json", 0.0),
     }
     stages = tuple(PlannedStage(name, *work[name], finished=name in finished) for name in STAGES)
-    memory, disk = _memory_bytes(config, info), _disk_bytes(config, info)
-    return Plan(stages, memory, disk, rate)
+    return Plan(stages, footprint(config, info, place.type), rate, _gpu_room(config, place))
+
+
+def _gpu_room(config: RunConfig, place: torch.device) -> int:
+    """Memory in bytes of the GPUs that the run's workers share."""
+    if place.type == "cpu":
+        return 0
+    count = math.ceil(_workers(config) * config.execution.gpus_per_worker) or 1
+    present = range(min(count, torch.cuda.device_count()))
+    return sum(torch.cuda.get_device_properties(index).total_memory for index in present)
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -159,92 +224,100 @@ def _teacher(info: TeacherInfo) -> tuple[str, float]:
     return what, 2 + info.num_parameters / 2e7
 
 
-def _data(config: RunConfig, info: TeacherInfo, rate: float) -> tuple[str, float]:
-    drawn, said = 0, []
-    heldout = config.data.heldout_sequences * config.data.sequence_length
-    for name, text, tokens in (
-        ("train", config.data.train, train_tokens(config)),
-        ("held-out", config.data.heldout, heldout),
+def _data(config: RunConfig, speed: Speed) -> tuple[str, float]:
+    seconds, said = 0.0, []
+    length = config.data.sequence_length
+    rows = training_rows(config).text, config.data.heldout_sequences
+    for name, text, sequences in zip(
+        ("train", "held-out"), (config.data.train, config.data.heldout), rows, strict=True
     ):
-        if not tokens:
+        if not sequences:
             continue
         origin = {"file": text.path, "datasets": text.name}.get(text.source, "the teacher")
-        said.append(f"{tokens:,} {name} tokens from {origin}")
-        drawn += tokens if text.source == "teacher" else 0
-    return ", ".join(said), drawn * 2 * info.num_parameters / (rate * DECODE_EFFICIENCY)
+        said.append(f"{sequences * length:,} {name} tokens from {origin}")
+        if text.source == "teacher":
+            steps = math.ceil(sequences / GPU_DRAW_BATCH) * length
+            seconds += sequences * length * speed.draw + steps * speed.step
+    return ", ".join(said), seconds
 
 
-def _supernet(config: RunConfig, info: TeacherInfo, forward: float) -> tuple[str, float]:
+def _supernet(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, float]:
     if config.supernet.source != TRAIN:
         return f"loaded from {config.supernet.source}", 1.0
     attention = 4 * info.hidden_size * info.shape.num_heads * info.shape.head_dim
     twins = 3 * attention * info.shape.num_layers / info.num_parameters
     what = f"{info.shape.total_heads:,} twins aligned on {config.supernet.tokens:,} tokens"
-    return what, config.supernet.tokens * forward * (1 + 2 * twins)
+    return what, config.supernet.tokens * speed.forward * (1 + 2 * twins)
 
 
-def _scores(config: RunConfig, info: TeacherInfo, forward: float) -> tuple[str, float]:
-    scoring = config.scoring
-    pairs = 2 * scoring.pairs * 2 * scoring.context
-    alone = scoring.replacement_sequences * scoring.replacement_length
+def _scores(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, float]:
+    scoring, shape, methods = config.scoring, info.shape, scored_methods(config)
+    pairs = (len(scoring.retrieval) + len(scoring.general)) * scoring.pairs
+    own = f" and those of {scoring.pairs_file}" if scoring.pairs_file else ""
+    groups = shape.num_layers * shape.num_kv_heads
     what = (
-        f"{2 * scoring.pairs} clean and corrupt pairs of {scoring.context} tokens, "
-        f"each of {info.shape.total_heads:,} heads replaced alone"
+        f"{shape.total_heads:,} heads and {groups:,} KV groups by {', '.join(methods)}, on "
+        f"{pairs} clean and corrupt pairs{own}"
     )
-    return what, forward * (1.5 * pairs + 0.5 * info.shape.total_heads * alone)
+    costs = _score_tokens(config, info)
+    return what, speed.forward * sum(costs[name] for name in ("pairs", *methods))
 
 
-def _search(config: RunConfig, forward: float) -> tuple[str, float]:
-    search = config.search
+def _score_tokens(config: RunConfig, info: TeacherInfo) -> dict[str, float]:
+    """What drawing pairs and each scoring method cost, in tokens of a whole forward."""
+    scoring, shape = config.scoring, info.shape
+    context = sum(scoring.contexts) / len(scoring.contexts)
+    retrieval = len(scoring.retrieval) * scoring.pairs * context
+    general = len(scoring.general) * scoring.pairs * GENERAL_TOKENS
+    both = retrieval + general
+    text = scoring.replacement_sequences * scoring.replacement_length
+    # A change in one layer runs through half of the layers on the average.
+    swaps = 0.5 * shape.num_layers * (shape.num_heads + shape.num_kv_heads)
+    # Nothing changes before the needle, which stands anywhere.
+    lengths = bool(scoring.retrieval) * context + bool(scoring.general) * GENERAL_TOKENS
+    sent = scoring.sender_pairs * lengths / 2
+    num_pairs = (len(scoring.retrieval) + len(scoring.general)) * scoring.pairs
+    received = swaps * MLP_SHARE * num_pairs * ANSWER_TOKENS
+    senders = 0.5 * shape.total_heads * MLP_SHARE * sent * min(SENDER_ROUNDS, scoring.sender_rounds)
+    return {
+        "pairs": 2 * DRAWN_PAIRS * both + text,
+        "causal": 2 * both + received + senders,
+        "attribution": 5 * both,
+        "retrieval_heads": retrieval or general,
+        "duo_gates": 6 * scoring.gate_steps * context,
+        "replacement_kl": swaps * text,
+        "replacement_nll": swaps * (retrieval or general),
+        "leave_one_in": swaps * text,
+        "restoration": 0.5 * shape.num_layers * text,
+    }
+
+
+def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, float]:
+    search, workers = config.search, _workers(config)
     candidates = search.trials * (2 if search.random_control else 1)
     tokens = evaluation_tokens(config)
-    each = [forward * (tokens + 4 * steps) for steps in search.proxy_tokens]
-    # Later rungs take the fronts alone, some third of the candidates.
-    counts = [candidates, *[max(1, search.trials // 3)] * (len(each) - 1)]
+    each = [speed.forward * (tokens + 4 * steps) for steps in search.proxy_tokens]
+    counts = [candidates, *[_promoted(config)] * (len(each) - 1)]
     control = f" and {search.trials} random" if search.random_control else ""
     proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
     what = (
         f"{search.trials} trials{control} by {search.sampler}, proxies of {proxies} tokens, "
-        f"{_workers(config)} {config.execution.executor} worker(s)"
+        f"{workers} {config.execution.executor} worker(s)"
     )
     total = sum(count * cost for count, cost in zip(counts, each, strict=True))
-    on_gpu = pick_device(config.teacher.device).type == "cuda"
-    return what, total / (_workers(config) if on_gpu else 1)
+    # Workers on one device share what it can do.
+    devices = workers * config.execution.gpus_per_worker if speed.device == "cuda" else 1
+    ray = RAY_SECONDS if config.execution.executor == "ray" else 0.0
+    return what, total / max(1, devices) + _teacher(info)[1] + ray
+
+
+def _promoted(config: RunConfig) -> int:
+    """Candidates of a later rung: a third of the trials are on the fronts of search and seeds, a fifth of the random ones."""
+    search = config.search
+    most = search.max_promoted or search.trials
+    control = min(search.trials // 5, most) if search.random_control else 0
+    return max(1, min(search.trials // 3, 2 * most) + control)
 
 
 def _workers(config: RunConfig) -> int:
     return config.execution.workers if config.execution.executor == "ray" else 1
-
-
-def _element_bytes(config: RunConfig) -> int:
-    return 4 if config.teacher.dtype == "float32" else 2
-
-
-def _twin_parameters(info: TeacherInfo) -> int:
-    shape = info.shape
-    # q, k, v and the output gate, each hidden_size x (H D) a layer.
-    return 4 * info.hidden_size * shape.num_heads * shape.head_dim * shape.num_layers
-
-
-def _memory_bytes(config: RunConfig, info: TeacherInfo) -> int:
-    """Host memory at the peak, counting a GPU's as the host's: the larger of alignment and search."""
-    teacher = info.num_parameters * _element_bytes(config)
-    twins = 4 * _twin_parameters(info)
-    aligning = 4 * twins if config.supernet.source == TRAIN else twins
-    logits = 4 * info.vocab_size * 2048
-    distilling = 3 * twins if max(config.search.proxy_tokens) else 0
-    worker = teacher + twins + distilling + logits + WORKER_OVERHEAD_BYTES
-    if config.execution.executor == "ray":
-        workers = config.execution.workers * worker + 2 * WORKER_OVERHEAD_BYTES
-    else:
-        workers = worker
-    return max(teacher + aligning + logits + WORKER_OVERHEAD_BYTES, workers)
-
-
-def _disk_bytes(config: RunConfig, info: TeacherInfo) -> int:
-    twins = 4 * _twin_parameters(info)
-    checkpoint = 3 * twins if config.supernet.source == TRAIN else 0
-    # A distilled candidate is stored in fp16; later rungs take some third of them.
-    stored = config.search.trials if config.search.proxy_tokens[0] else config.search.trials // 3
-    distilled = stored * twins // 2 if max(config.search.proxy_tokens) else 0
-    return checkpoint + twins + distilled + 64 * 1024**2

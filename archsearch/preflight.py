@@ -5,16 +5,26 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import torch
 
-from .config import ExecutionConfig, RunConfig
+from .config import (
+    ExecutionConfig,
+    GeneralKind,
+    ProbeConfig,
+    RetrievalKind,
+    RunConfig,
+    ScoringConfig,
+)
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
+from .footprint import TRAIN
 from .inputs import check_inputs, check_teacher_files
 from .models.teacher import TeacherInfo, pick_device, resolve_path
-from .plan import TRAIN, Plan
+from .plan import Plan
 from .report.records import bytes_text
+from .search.records import measured_metrics
 from .search.space import check_constraints
 
 
@@ -23,15 +33,16 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
 
     Raises ConfigError with the field and what is allowed, EnvironmentFault for a file that is missing or damaged.
     """
-    lengths = {
-        "data.sequence_length": config.data.sequence_length,
-        "probes.contexts": max(config.probes.contexts),
-        "scoring.context": config.scoring.context,
-    }
+    lengths = {"data.sequence_length": config.data.sequence_length}
+    if set(config.probes.kinds) & set(get_args(RetrievalKind)):
+        lengths["probes.contexts"] = max(config.probes.contexts)
+    if config.scoring.retrieval:
+        lengths["scoring.contexts"] = max(config.scoring.contexts)
     for field, length in lengths.items():
         if length > info.max_context:
             raise ConfigError(
-                f"{field}: {length} is beyond the teacher's {info.max_context} tokens"
+                f"{field}: {length} is beyond the teacher's {info.max_context} tokens; allowed: "
+                f"1 to {info.max_context}"
             )
     if config.scoring.replacement_length > config.data.sequence_length:
         raise ConfigError(
@@ -43,8 +54,37 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
             f"scoring.replacement_sequences: {config.scoring.replacement_sequences} is above "
             f"data.heldout_sequences {config.data.heldout_sequences}"
         )
+    _check_metrics(config)
+    _check_min_pairs(config.scoring)
     check_constraints(config.search.constraints, info.shape, config.cost)
     check_inputs(config, info)
+
+
+def _check_metrics(config: RunConfig) -> None:
+    """Raises ConfigError for an objective or bound on a metric that probes.kinds does not provide."""
+    allowed, search = measured_metrics(config.probes), config.search
+    wanted = {f"search.objectives[{i}]": o.metric for i, o in enumerate(search.objectives)}
+    wanted |= {f"search.constraints[{i}]": c.metric for i, c in enumerate(search.constraints)}
+    for field, metric in wanted.items():
+        if metric not in allowed:
+            kinds = (*get_args(RetrievalKind), *get_args(GeneralKind))
+            needed = [k for k in kinds if metric in measured_metrics(ProbeConfig(kinds=(k,)))]
+            raise ConfigError(
+                f"{field}.metric: {metric} needs {' or '.join(needed)} among probes.kinds; "
+                f"allowed with those that it has: {', '.join(allowed)}"
+            )
+
+
+def _check_min_pairs(scoring: ScoringConfig) -> None:
+    """Raises ConfigError where a capability cannot have as many pairs as it must."""
+    for capability in ("retrieval", "general"):
+        kinds = getattr(scoring, capability)
+        most = len(kinds) * scoring.pairs
+        if kinds and most < scoring.min_pairs:
+            raise ConfigError(
+                f"scoring.min_pairs: {scoring.min_pairs}, but scoring.{capability} has {len(kinds)} "
+                f"sub-probes of {scoring.pairs} pairs; allowed: 1 to {most}"
+            )
 
 
 def ignored_options(config: RunConfig) -> list[str]:
@@ -64,6 +104,12 @@ def ignored_options(config: RunConfig) -> list[str]:
         found.append("execution: the serial executor runs one worker in this process as it is")
     if config.supernet.source != TRAIN and config.supernet.rank:
         found.append("supernet.rank is ignored: the supernet is loaded as it is stored")
+    if "contexts" in config.scoring.model_fields_set and not config.scoring.retrieval:
+        found.append("scoring.contexts is ignored: scoring.retrieval is empty")
+    if "contexts" in config.probes.model_fields_set and not set(config.probes.kinds) & set(
+        get_args(RetrievalKind)
+    ):
+        found.append("probes.contexts is ignored: probes.kinds has no retrieval prompts")
     return found
 
 
@@ -86,6 +132,8 @@ def check_machine(config: RunConfig) -> None:
         raise EnvironmentFault("execution.executor: the Python package ray is not installed")
     if config.supernet.source != TRAIN:
         _check_file("supernet.source", config.supernet.source)
+    if config.scoring.pairs_file is not None:
+        _check_file("scoring.pairs_file", config.scoring.pairs_file)
     for field, text in (("train", config.data.train), ("heldout", config.data.heldout)):
         if text.source == "file":
             _check_file(f"data.{field}.path", str(text.path))
@@ -112,14 +160,12 @@ def _check_file(field: str, source: str) -> None:
         raise type(error)(f"{field}: {error}") from error
 
 
-def check_memory(plan: Plan, device: torch.device) -> None:
-    """Raises EnvironmentFault where the plan needs more memory than the machine has at all."""
-    if device.type != "cpu":
-        return
+def check_memory(plan: Plan) -> None:
+    """Raises EnvironmentFault where the plan needs more host memory than the machine has at all."""
     total = memory_limit()
-    if plan.memory_bytes > total:
+    if plan.needs.host > total:
         raise EnvironmentFault(
-            f"the run needs about {bytes_text(plan.memory_bytes)} of memory, this machine has "
+            f"the run needs about {bytes_text(plan.needs.host)} of memory, this machine has "
             f"{bytes_text(total)}: use fewer execution.workers or a smaller teacher"
         )
 

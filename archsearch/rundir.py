@@ -27,6 +27,9 @@ SCHEMA = 1
 RESUMABLE = ("search.trials", "search.max_retries", "execution.", "supernet.checkpoint_minutes")
 """Fields that may change between two calls of one run, since no finished work depends on them."""
 
+SCORES = "scores"
+"""Folder of the scores files, beside scores.json of the causal ones."""
+
 _PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "9p")
 
@@ -187,6 +190,11 @@ class RunDir:
             f"{self.path} is on a network file system ({kind}), where SQLite's locks are not safe: "
             "let only one machine use this run, or set search.storage"
         ]
+
+
+def score_file(method: str) -> str:
+    """The scores file of a scoring method in a run directory."""
+    return "scores.json" if method == "causal" else f"{SCORES}/{method}.json"
 
 
 @contextmanager

@@ -5,32 +5,37 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from .config import RunConfig
+from .config import RunConfig, ScoreMethod
 from .console import StageProgress
 from .data.corpora import load_tokens, training_batches
-from .data.niah import Probe, make_probes, retrieval_rows
+from .data.niah import retrieval_rows
+from .footprint import TRAIN
 from .models.supernet import Supernet
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
-from .plan import TRAIN, training_rows
+from .plan import scored_methods, training_rows
 from .report.files import write_report
 from .report.records import bytes_text
-from .rundir import RunDir
-from .scoring.composite import HeadScores, composite
-from .scoring.patching import receiver_effects
-from .scoring.replacement import replacement_kl
-from .search.driver import SearchOutcome, run_search
+from .rundir import RunDir, score_file
+from .scoring.head_scores import HeadScores
+from .scoring.inputs import ScoreInputs
+from .scoring.methods import METHODS
+from .scoring.pairs import draw_pairs
+from .scoring.similarity import measure_similarity
+from .search.driver import SearchOutcome, needed_scores, run_search
+from .search.seeds import read_scores
 from .search.trial import HELDOUT_FILE, RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
 from .training.align import align
 from .training.loop import BatchSource
 
 SCHEMA = 1
+SIMILARITY_FILE = "similarity.json"
 
 
 @dataclass
@@ -85,18 +90,9 @@ def _load_teacher(context: RunContext, progress: StageProgress) -> str:
 
 def _make_data(context: RunContext, progress: StageProgress) -> str:
     """Writes heldout.npy, and train.npy and retrieval.npy where the run trains anything."""
-    data, teacher = context.config.data, context.teacher()
-    heldout = load_tokens(
-        data.heldout,
-        teacher.tokenizer,
-        teacher,
-        sequences=data.heldout_sequences,
-        length=data.sequence_length,
-        seed=context.seed("heldout"),
-        progress=progress,
-    )
-    _write_array(context.run_dir, HELDOUT_FILE, heldout)
-    rows = training_rows(context.config)
+    config, data, teacher = context.config, context.config.data, context.teacher()
+    heldout = _heldout(context, progress)
+    rows = training_rows(config)
     if not rows.text:
         return f"{heldout.size:,} held-out tokens"
     text = load_tokens(
@@ -115,13 +111,31 @@ def _make_data(context: RunContext, progress: StageProgress) -> str:
             teacher.tokenizer,
             rows.prompts,
             data.sequence_length,
-            keys=context.config.probes.multi_keys,
-            digits=context.config.probes.digits,
+            keys=config.probes.multi_keys,
+            digits=config.probes.digits,
             seed=context.seed("retrieval"),
             progress=progress,
         )
         _write_array(context.run_dir, RETRIEVAL_FILE, retrieval)
     return f"{heldout.size:,} held-out and {text.size:,} training tokens, {rows.prompts:,} prompts"
+
+
+def _heldout(context: RunContext, progress: StageProgress) -> np.ndarray[Any, Any]:
+    """The held-out tokens of heldout.npy, which is written first where it is not there."""
+    data, teacher, path = context.config.data, context.teacher(), context.run_dir / HELDOUT_FILE
+    if not path.exists():
+        heldout = load_tokens(
+            data.heldout,
+            teacher.tokenizer,
+            teacher,
+            sequences=data.heldout_sequences,
+            length=data.sequence_length,
+            seed=context.seed("heldout"),
+            progress=progress,
+        )
+        _write_array(context.run_dir, HELDOUT_FILE, heldout)
+    rows: np.ndarray[Any, Any] = np.load(path)
+    return rows
 
 
 def _write_array(run_dir: RunDir, name: str, array: np.ndarray[Any, Any]) -> None:
@@ -188,49 +202,69 @@ def _batches(context: RunContext) -> BatchSource:
 
 
 def _score(context: RunContext, progress: StageProgress) -> str:
-    """Writes scores.json (causal) and replacement_kl.json."""
-    scoring, teacher = context.config.scoring, context.teacher()
-    effects = {
-        f"niah_{kind}": receiver_effects(
-            teacher, _score_probes(context, kind), decay=scoring.decay, progress=progress
-        )
-        for kind in ("single", "multikey")
-    }
-    causal = composite(effects, threshold=scoring.threshold)
-    causal.save(context.run_dir / "scores.json")
-    rows = np.load(context.run_dir / HELDOUT_FILE)
-    rows = rows[: scoring.replacement_sequences, : scoring.replacement_length]
-    tokens = _token_tensor(rows).to(teacher.device)
-    damage = replacement_kl(teacher, context.twins(), tokens, progress)
-    HeadScores.plain("replacement_kl", damage).save(context.run_dir / "replacement_kl.json")
-    usable = sum(int(e.isfinite().flatten(1).all(1).sum()) for e in effects.values())
-    return f"{usable} of {2 * scoring.pairs} pairs usable, scores.json"
+    """Writes the scores files of all methods that the run needs, and similarity.json."""
+    run_dir, methods = context.run_dir, scored_methods(context.config)
+    score_heads(context, methods, progress)
+    if not (run_dir / SIMILARITY_FILE).exists():
+        progress.begin("similarity")
+        found = measure_similarity(context.teacher(), _score_tokens(context, progress))
+        found.save(run_dir / SIMILARITY_FILE)
+    causal = HeadScores.load(run_dir / score_file("causal"))
+    counts = [
+        f"{name} {sum(p['kept'] for p in probes)} of {sum(p['drawn'] for p in probes)} pairs kept"
+        for name, capability in causal.capabilities.items()
+        if (probes := capability.probes.values())
+    ]
+    return f"{', '.join(counts)}; {', '.join(methods)}"
 
 
-def _score_probes(context: RunContext, kind: str) -> list[Probe]:
-    config = context.config
-    return make_probes(
-        context.teacher().tokenizer,
-        kind,
-        config.scoring.pairs,
-        config.scoring.context,
-        keys=config.probes.multi_keys,
-        digits=config.probes.digits,
-        seed=context.seed("scoring"),
+def score_heads(
+    context: RunContext, methods: Sequence[ScoreMethod], progress: StageProgress
+) -> list[ScoreMethod]:
+    """Writes the scores file of each method that has none yet: a run's config never changes what is in one.
+
+    Returns the methods that were computed. Raises ConfigError where the teacher answers too few pairs.
+    """
+    run_dir = context.run_dir
+    missing = [method for method in methods if not (run_dir / score_file(method)).exists()]
+    if missing:
+        inputs = _score_inputs(context, progress)
+        for method in missing:
+            progress.begin(method)
+            METHODS[method].score(inputs).save(run_dir / score_file(method))
+    return missing
+
+
+def _score_inputs(context: RunContext, progress: StageProgress) -> ScoreInputs:
+    config, seed = context.config, context.seed("scoring")
+    tokens_NT = _score_tokens(context, progress)
+    progress.begin("pairs")
+    return ScoreInputs(
+        teacher=context.teacher(),
+        capabilities=draw_pairs(context.teacher(), config, seed=seed, progress=progress),
+        heldout_NT=tokens_NT,
+        supernet=context.twins,
+        config=config.scoring,
+        seed=seed,
+        progress=progress,
     )
+
+
+def _score_tokens(context: RunContext, progress: StageProgress) -> torch.Tensor:
+    """The held-out tokens that scores are measured on, [N, T] on the teacher's device."""
+    scoring = context.config.scoring
+    rows = _heldout(context, progress)[
+        : scoring.replacement_sequences, : scoring.replacement_length
+    ]
+    return _token_tensor(rows).to(context.teacher().device)
 
 
 def _search(context: RunContext, progress: StageProgress) -> str:
-    run_dir = context.run_dir
+    config, run_dir = context.config, context.run_dir
     context.release()
-    tables = {
-        "causal": HeadScores.load(run_dir / "scores.json").composite,
-        "replacement_kl": HeadScores.load(run_dir / "replacement_kl.json").composite,
-    }
-    shape = inspect_teacher(context.config.teacher).shape
-    context.outcome = run_search(
-        context.config, run_dir, shape, tables, progress, say=progress.line
-    )
+    tables = read_scores(run_dir, needed_scores(config.search))
+    shape = inspect_teacher(config.teacher).shape
+    context.outcome = run_search(config, run_dir, shape, tables, progress, say=progress.line)
     return context.outcome.summary
 
 

@@ -49,6 +49,37 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def answered_pairs(teacher_folder: Path) -> Path:
+    """A file of pairs that teacher_folder's random model answers: what it says itself after made-up prompts."""
+    import json
+    from random import Random
+
+    import torch
+
+    from archsearch.config import TeacherConfig
+    from archsearch.data.prompts import vocabulary
+    from archsearch.models.teacher import load_teacher
+
+    teacher = load_teacher(TeacherConfig(source=str(teacher_folder), device="cpu"))
+    words = sorted(word for word in vocabulary() if word.isalpha())
+    rng, rows = Random(0), []
+    while len(rows) < 6:
+        clean = rng.choices(words, k=rng.randrange(12, 16))
+        corrupt = [*clean[:-2], *rng.choices(words, k=2)]
+        ids = teacher.tokenizer([" ".join(clean), " ".join(corrupt)], add_special_tokens=False)
+        rows_2T = torch.tensor([[0, *row] for row in ids["input_ids"]])
+        said = teacher.model(input_ids=rows_2T).logits[:, -1].argmax(-1)
+        answer, distractor = (teacher.tokenizer.decode(token) for token in said)
+        if answer != distractor and {answer, distractor} <= set(words):
+            row = {"clean": " ".join(clean), "corrupt": " ".join(corrupt)}
+            name = "even" if len(rows) % 2 else "odd"
+            rows.append(row | {"answer": answer, "distractor": distractor, "probe": name})
+    path = teacher_folder.with_name("pairs.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 TINY_RUN = """\
 schema: 1
 name: check
@@ -56,7 +87,7 @@ seed: 3
 teacher: {{source: {teacher}, device: cpu}}
 data: {{sequence_length: 96, heldout_sequences: 2, niah_share: 0.5}}
 probes: {{contexts: [96], multi_keys: 2, digits: 2, prompts: 2}}
-scoring: {{pairs: 2, context: 96, replacement_length: 32}}
+scoring: {{retrieval: [], general: [], pairs_file: {pairs}, sender_pairs: 2, replacement_length: 32}}
 supernet: {{tokens: 1024, batch_tokens: 128}}
 search:
   trials: 10
@@ -69,8 +100,8 @@ execution: {{executor: serial}}
 
 
 @pytest.fixture
-def run_config(teacher_folder: Path, tmp_path: Path) -> Path:
+def run_config(teacher_folder: Path, answered_pairs: Path, tmp_path: Path) -> Path:
     """A config file of the smallest run that has every part: two rungs, seeds, control, training."""
     path = tmp_path / "check.yaml"
-    path.write_text(TINY_RUN.format(teacher=teacher_folder))
+    path.write_text(TINY_RUN.format(teacher=teacher_folder, pairs=answered_pairs))
     return path

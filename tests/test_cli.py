@@ -79,6 +79,49 @@ def test_context_beyond_the_teacher_is_status_2(run_config: Path) -> None:
     assert "256" in output
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("search.objectives=[{metric: tracking_nll, direction: minimize}]", "needs tracking among"),
+        ("scoring.pairs_file=pyproject.toml", "pyproject.toml:1: "),
+        ("scoring.methods=[causal, luck]", "luck"),
+        ("search.seeds.methods=[luck]", "luck"),
+    ],
+)
+def test_faults_of_scores_are_status_2_and_one_line(
+    run_config: Path, override: str, message: str
+) -> None:
+    for command in ("validate", "score"):
+        status, output = call(command, run_config, "--set", override)
+        assert status == 2, output
+        (fault,) = (line for line in output.splitlines() if line.startswith("archsearch: "))
+        assert message in fault
+        assert output.endswith(f"{fault}\n")
+
+
+def test_a_method_that_is_none_is_status_2_and_names_the_others(run_config: Path) -> None:
+    status, output = call("score", run_config, "--method", "attribution", "--method", "luck")
+    assert status == 2
+    assert output == (
+        "archsearch: --method luck: no such method; allowed: causal, attribution, retrieval_heads, "
+        "duo_gates, replacement_kl, replacement_nll, leave_one_in, restoration\n"
+    )
+
+
+def test_a_teacher_that_answers_nothing_is_status_2_and_one_line(
+    run_config: Path, tmp_path: Path
+) -> None:
+    scoring = "scoring={retrieval: [single], general: [], contexts: [96], pairs: 4, replacement_length: 32}"
+    where = ("--run-dir", tmp_path / "run", "--set", scoring)
+    status, output = call("score", run_config, "--method", "causal", *where)
+    assert status == 2, output
+    (fault,) = (line for line in output.splitlines() if line.startswith("archsearch: "))
+    assert fault.startswith(
+        "archsearch: scoring.retrieval: the teacher answers too few pairs of retrieval (single 0 of 16)"
+    )
+    assert not (tmp_path / "run" / "scores.json").exists()
+
+
 def test_debug_shows_the_traceback(run_config: Path) -> None:
     status, output = call("validate", run_config, "--set", "search.nothing=1", "--debug")
     assert status == 2

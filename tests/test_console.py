@@ -64,3 +64,15 @@ def test_memory_watch_sees_this_process() -> None:
     with MemoryWatch(interval_seconds=0.01) as watch:
         peak = watch.take_peak()
     assert peak >= 0.5 * tree_bytes() > 2**20
+
+
+def test_progress_names_the_part_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "PLAIN_SECONDS", 0.0)
+    out, text = printer()
+    with out.stage("scores") as progress:
+        progress.begin("causal")
+        progress(12, 40)
+        progress.begin("restoration")
+        progress(1, 2)
+    lines = [line.strip() for line in text.getvalue().splitlines()]
+    assert lines[:2] == ["scores: causal 12 of 40 (30%)", "scores: restoration 1 of 2 (50%)"]

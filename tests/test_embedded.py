@@ -10,7 +10,7 @@ import pytest
 
 from archsearch.config import RunConfig, SeedConfig
 from archsearch.configfile import load_config
-from archsearch.data.niah import make_probes
+from archsearch.data.tasks import make_probes
 from archsearch.evaluation.retrieval import retrieval
 from archsearch.models.cut import cut
 from archsearch.models.sources import resolve_path

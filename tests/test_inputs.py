@@ -18,6 +18,7 @@ from archsearch.models.supernet import METADATA_KEY, read_meta
 from archsearch.models.teacher import TeacherInfo, inspect_teacher, resolve_path
 from archsearch.preflight import check_config, check_machine
 
+TINY_TEACHER = resolve_path("package:archsearch/assets/tiny/teacher")
 TINY = resolve_path("package:archsearch/assets/tiny/supernet.safetensors")
 
 
@@ -149,13 +150,15 @@ def test_random_weights_need_the_config_alone(run_config: Path, copied_teacher: 
             path.unlink()
     config = json.loads((copied_teacher / "config.json").read_text())
     (copied_teacher / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
-    sizes = ("data.sequence_length=256", "probes.contexts=[256]", "scoring.context=256")
-    keys = "probes.multi_keys=2"
+    sizes = ("data.sequence_length=256", "probes.contexts=[256]")
+    keys = ("probes.multi_keys=2", "scoring.pairs_file=null", "scoring.retrieval=[single]")
+    more = ("scoring.contexts=[256]", "scoring.min_pairs=1")
     source = f"teacher.source={copied_teacher}"
     with pytest.raises(ConfigError, match=r"probes\.contexts\[0\]: .*are too short"):
-        examine(run_config, source, "teacher.random_weights=true", keys)
+        examine(run_config, source, "teacher.random_weights=true", *keys, *more)
+    examine(run_config, source, "teacher.random_weights=true", *sizes, *keys, *more)
     with pytest.raises(EnvironmentFault, match="no weights"):
-        examine(run_config, source, *sizes, keys)
+        examine(run_config, source, *sizes, *keys, *more)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +175,77 @@ def test_impossible_sizes_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("probes.contexts=[96, 20]", r"^probes\.contexts\[1\]: .*20 tokens are too short"),
-        ("scoring.context=16", r"^scoring\.context: .*16 tokens are too short"),
-        ("data.sequence_length=32", r"^data\.sequence_length: .*32 tokens are too short"),
-        ("probes.multi_keys=95", r"^probes\.multi_keys: 95; allowed"),
+        (["probes.contexts=[96, 20]"], r"^probes\.contexts\[1\]: .*20 tokens are too short"),
+        (
+            ["scoring.retrieval=[single]", "scoring.contexts=[96, 16]"],
+            r"^scoring\.contexts\[1\]: .*16 tokens are too short",
+        ),
+        (["data.sequence_length=32"], r"^data\.sequence_length: .*32 tokens are too short"),
+        (["probes.multi_keys=95"], r"^probes\.multi_keys: 95; allowed"),
     ],
 )
-def test_prompts_that_cannot_fit_are_named(run_config: Path, override: str, message: str) -> None:
+def test_prompts_that_cannot_fit_are_named(
+    run_config: Path, overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        examine(run_config, override, "scoring.replacement_length=16")
+        examine(run_config, *overrides, "scoring.replacement_length=16")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "field"),
+    [
+        ("probes.kinds=[single, copying]", "probes.kinds"),
+        ("scoring.general=[copying]", "scoring.general"),
+    ],
+)
+def test_general_prompts_that_a_tokenizer_cannot_say_are_named(
+    run_config: Path, kinds: str, field: str
+) -> None:
+    # The words of general prompts are none of the teacher's vocabulary.
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
+        examine(run_config, kinds)
+
+
+def test_general_prompts_longer_than_the_teacher_are_named(tmp_path: Path) -> None:
+    # Without a tokenizer, random weights read bytes.
+    folder, path = tmp_path / "teacher", tmp_path / "short.yaml"
+    folder.mkdir()
+    config = json.loads((TINY_TEACHER / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    path.write_text(
+        f"schema: 1\nname: short\nteacher: {{source: {folder}, random_weights: true, device: cpu}}\n"
+        "data: {sequence_length: 40, niah_share: 0}\nprobes: {kinds: [copying]}\n"
+        "scoring: {retrieval: [], general: [copying], replacement_length: 32}\n"
+    )
+    with pytest.raises(ConfigError, match=r"^probes\.kinds: copying: .* beyond the teacher's 40"):
+        examine(path)
+
+
+PAIR = {"clean": "the number is", "corrupt": "the city is", "answer": "old", "distractor": "new"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{"], r"^scoring\.pairs_file: .*pairs\.jsonl:1: "),
+        ([json.dumps(PAIR), json.dumps({"clean": "a"})], r"pairs\.jsonl:2: .*corrupt"),
+        ([json.dumps(PAIR | {"clean": "the number is " * 100})], r"pairs\.jsonl:1: "),
+        (
+            [json.dumps(PAIR | {key: PAIR[key] + " is" * 300 for key in ("clean", "corrupt")})],
+            r"pairs\.jsonl: pairs: prompts of \d+ tokens are beyond the teacher's 256",
+        ),
+    ],
+)
+def test_own_pairs_that_do_not_serve_are_named(
+    run_config: Path, tmp_path: Path, lines: list[str], message: str
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    with pytest.raises(EnvironmentFault, match=r"^scoring\.pairs_file: .*no such file"):
+        examine(run_config, f"scoring.pairs_file={path}")
+    path.write_text(json.dumps(PAIR) + "\n")
+    examine(run_config, f"scoring.pairs_file={path}")
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=message):
+        examine(run_config, f"scoring.pairs_file={path}")

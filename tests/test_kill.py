@@ -45,7 +45,7 @@ data:
   train: {{source: file, path: {text}}}
   heldout: {{source: file, path: {text}}}
 probes: {{contexts: [96], multi_keys: 2, digits: 2, prompts: 1}}
-scoring: {{pairs: 1, context: 96, replacement_length: 32}}
+scoring: {{retrieval: [], general: [], pairs_file: {pairs}, sender_pairs: 2, replacement_length: 32}}
 supernet: {{tokens: {tokens}, batch_tokens: 96, checkpoint_minutes: 0.001}}
 search:
   trials: {trials}
@@ -138,7 +138,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(
-    teacher_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    teacher_folder: Path, answered_pairs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Run, Run]]:
     """Two runs of one config: whatever one of them was killed in, the other did in one go."""
     place = tmp_path_factory.mktemp("kill")
@@ -147,7 +147,11 @@ def runs(
     config = place / "check.yaml"
     config.write_text(
         CONFIG.format(
-            teacher=teacher_folder, text=place / "text.npy", tokens=STEPS * 96, trials=TRIALS
+            teacher=teacher_folder,
+            pairs=answered_pairs,
+            text=place / "text.npy",
+            tokens=STEPS * 96,
+            trials=TRIALS,
         )
     )
     pair = Run(config, place / "alignment"), Run(config, place / "search")
@@ -170,7 +174,8 @@ def test_killed_runs_end_as_if_nothing_had_happened(runs: tuple[Run, Run]) -> No
     alignment.start()
     search.start()
     search.kill_once(search.searching)
-    files = (*data, "supernet.safetensors", "scores.json", "replacement_kl.json")
+    scores = ("scores.json", "scores/replacement_kl.json", "similarity.json")
+    files = (*data, "supernet.safetensors", *scores)
     search_times = search.times(*files)
     before = search.trials()
     search.start()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from archsearch import stages
 from archsearch.cli import app
+from archsearch.config import ScoreMethod
 from archsearch.configfile import load_config
 from archsearch.console import Printer
 from archsearch.errors import ConfigError
@@ -17,19 +22,22 @@ from archsearch.headmap import HeadMap
 from archsearch.pipeline import plan_run, run_stages
 from archsearch.plan import STAGES
 from archsearch.rundir import RunDir
+from archsearch.scoring.head_scores import HeadScores
+from archsearch.scoring.inputs import ScoreInputs
+from archsearch.scoring.methods import METHODS, Method
 from archsearch.stages import RunContext
 
 
 @pytest.fixture(scope="module")
 def finished(
-    teacher_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    teacher_folder: Path, answered_pairs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, str]:
     """A finished run: its config, its directory, what it printed."""
     from tests.conftest import TINY_RUN
 
     place = tmp_path_factory.mktemp("run")
     config = place / "check.yaml"
-    config.write_text(TINY_RUN.format(teacher=teacher_folder))
+    config.write_text(TINY_RUN.format(teacher=teacher_folder, pairs=answered_pairs))
     result = CliRunner().invoke(app, ["run", str(config), "--run-dir", str(place / "run")])
     assert result.exit_code == 0, result.output
     return config, place / "run", result.output
@@ -46,7 +54,8 @@ def test_run_prints_one_line_a_stage(finished: tuple[Path, Path, str]) -> None:
 
 def test_run_leaves_what_it_promises(finished: tuple[Path, Path, str]) -> None:
     _, run_dir, _ = finished
-    for name in ("scores.json", "supernet.safetensors", "pareto.json", "report/index.html"):
+    scores = ("scores.json", "scores/replacement_kl.json", "similarity.json")
+    for name in (*scores, "supernet.safetensors", "pareto.json", "report/index.html"):
         assert (run_dir / name).stat().st_size > 0, name
     stages = json.loads((run_dir / "stages.json").read_text())["stages"]
     assert [row["stage"] for row in stages] == list(STAGES)
@@ -104,6 +113,112 @@ def test_plan_marks_finished_stages(finished: tuple[Path, Path, str]) -> None:
     assert all(stage.finished for stage in plan.stages)
     more = plan_run(load_config(config, ["search.trials=12"]), RunDir(run_dir))
     assert [stage.name for stage in more.stages if not stage.finished] == ["search"]
+
+
+def score(config: Path, run_dir: Path, *methods: str) -> str:
+    chosen = [word for method in methods for word in ("--method", method)]
+    result = CliRunner().invoke(app, ["score", str(config), "--run-dir", str(run_dir), *chosen])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_scores_close_with_pairs_and_methods(finished: tuple[Path, Path, str]) -> None:
+    _, _, output = finished
+    (line,) = (row for row in output.splitlines() if row.startswith("scores "))
+    assert "user 6 of 6 pairs kept; causal, replacement_kl" in line
+
+
+def test_scores_are_added_to_a_finished_run(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, _, _ = finished
+    run_dir = Path(shutil.copytree(finished[1], tmp_path / "run"))
+    before = contents(run_dir)
+    lines = score(config, run_dir, "attribution", "leave_one_in").splitlines()
+    after = contents(run_dir)
+    added = {"scores/attribution.json", "scores/leave_one_in.json"}
+    assert set(after) - set(before) == added
+    assert all(after[name] == before[name] for name in set(before) - CHANGING)
+    for line, method in zip(lines[-2:], ("attribution", "leave_one_in"), strict=True):
+        table = json.loads(after[f"scores/{method}.json"])["composite"]
+        values = sorted((value for row in table for value in row), reverse=True)[:5]
+        assert line.startswith(method)
+        assert line.endswith(f" {run_dir}/scores/{method}.json")
+        assert [f"{value:.3g}" for value in values] == [
+            part.split()[2] for part in line.removeprefix(method).split(", ")
+        ]
+    again = score(config, run_dir, "leave_one_in")
+    assert "leave_one_in kept" in again
+    assert contents(run_dir)["scores/leave_one_in.json"] == after["scores/leave_one_in.json"]
+
+
+CHANGING = {"provenance.json", "lock"}
+"""What every call writes to."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_scores_that_read_no_twins_train_none(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, whole, _ = finished
+    output = score(config, tmp_path, "causal", "retrieval_heads")
+    assert "supernet" not in output
+    names = set(contents(tmp_path)) - CHANGING
+    assert names == {"config.json", "heldout.npy", "scores.json", "scores/retrieval_heads.json"}
+    for name in ("heldout.npy", "scores.json"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+    # The run goes on with what is there: only the supernet is new to it.
+    times = {name: (tmp_path / name).stat().st_mtime_ns for name in names - {"config.json"}}
+    score(config, tmp_path)
+    assert times == {name: (tmp_path / name).stat().st_mtime_ns for name in times}
+    for name in ("supernet.safetensors", "scores/replacement_kl.json", "similarity.json"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_scores_that_read_twins_get_them(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
+    config, _, _ = finished
+    output = score(config, tmp_path, "replacement_nll")
+    assert "supernet " in output
+    assert "search" not in output
+    assert (tmp_path / "scores/replacement_nll.json").exists()
+    assert not (tmp_path / "scores.json").exists()
+
+
+def test_a_kill_between_two_scores_loses_the_unfinished_one_alone(
+    finished: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, whole, _ = finished
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(run_dir / "scores")
+    for name in ("scores.json", "stages/scores.json", "similarity.json"):
+        (run_dir / name).unlink()
+    settings, calls = load_config(config, []), []
+
+    def method(name: ScoreMethod, fails: bool) -> Method:
+        def run(inputs: ScoreInputs) -> HeadScores:
+            calls.append(name)
+            if fails:
+                raise KeyboardInterrupt
+            return METHODS[name].score(inputs)
+
+        return replace(METHODS[name], score=run)
+
+    for fails in (True, False):
+        table = {
+            "causal": method("causal", False),
+            "replacement_kl": method("replacement_kl", fails),
+        }
+        monkeypatch.setattr(stages, "METHODS", table)
+        expected = pytest.raises(KeyboardInterrupt) if fails else nullcontext()
+        with expected:
+            run_stages(settings, RunDir(run_dir), Printer(Console(quiet=True)), last="scores")
+    assert calls == ["causal", "replacement_kl", "replacement_kl"]
+    for name in ("scores.json", "scores/replacement_kl.json", "similarity.json"):
+        assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_seeds_differ_by_purpose_and_follow_the_config(run_config: Path, tmp_path: Path) -> None:

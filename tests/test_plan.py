@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,17 @@ import torch
 
 from archsearch.config import RunConfig
 from archsearch.configfile import load_config
+from archsearch.footprint import GIB
 from archsearch.headmap import ModelShape
 from archsearch.models.teacher import TeacherInfo
 from archsearch.plan import (
     STAGES,
+    Plan,
     duration,
     evaluation_tokens,
     make_plan,
     matmul_rate,
+    scored_methods,
     train_tokens,
     training_rows,
 )
@@ -31,12 +35,24 @@ INFO = TeacherInfo(
 )
 
 RATE = 1e11
+H200_RATE = 6.9e14
+"""FLOP/s of a bf16 matmul that a plan measured there."""
+SMOLLM2 = TeacherInfo(
+    shape=ModelShape("llama", 30, 9, 3, 64),
+    hidden_size=576,
+    num_parameters=134_515_008,
+    vocab_size=49_152,
+    max_context=8192,
+)
+SPACES = Path(__file__).parents[1] / "search_spaces"
 
 
 def test_tokens_follow_the_config(run_config: Path) -> None:
     config = load_config(run_config, [])
     assert train_tokens(config) == 1024
     assert evaluation_tokens(config) == 2 * 96 + 2 * 2 * 96
+    kinds = load_config(run_config, ["probes.kinds=[tracking, labels]"])
+    assert evaluation_tokens(kinds) == 2 * 96 + 2 * 96 + 2 * 100
     loaded = load_config(run_config, ["supernet.source=some.safetensors"])
     assert train_tokens(loaded) == 256
     assert (
@@ -58,7 +74,90 @@ def test_more_work_takes_longer_and_more_workers_more_memory(run_config: Path) -
     many = make_plan(load_config(run_config, ["search.trials=500"]), INFO, rate_flops=RATE)
     assert many.seconds > 10 * few.seconds
     workers = load_config(run_config, ["execution.executor=ray", "execution.workers=4"])
-    assert make_plan(workers, INFO, rate_flops=RATE).memory_bytes > few.memory_bytes
+    assert make_plan(workers, INFO, rate_flops=RATE).needs.host > few.needs.host
+
+
+def test_a_run_scores_by_what_its_search_reads_and_by_what_it_is_asked_for(
+    run_config: Path,
+) -> None:
+    def methods(*overrides: str) -> list[str]:
+        return scored_methods(load_config(run_config, list(overrides)))
+
+    assert methods() == ["causal", "replacement_kl"]
+    seeds = "search.seeds.methods=[blend_groups, duo_gates, attribution_groups, even_layers]"
+    assert methods(seeds) == ["causal", "attribution", "duo_gates", "replacement_kl"]
+    assert methods("scoring.methods=[restoration]")[-1] == "restoration"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"scoring.methods=[{name}]" for name in ("attribution", "leave_one_in", "duo_gates")),
+        *(f"scoring.methods=[{name}]" for name in ("retrieval_heads", "replacement_nll")),
+        "scoring.methods=[restoration]",
+        "scoring.pairs=9",
+        "scoring.contexts=[2048]",
+        "scoring.sender_pairs=9",
+        "scoring.general=[copying, agreement]",
+    ],
+)
+def test_more_scores_take_longer(run_config: Path, override: str) -> None:
+    base = ["scoring.retrieval=[single, tracking]", "scoring.sender_pairs=1"]
+    less, more = (
+        make_plan(load_config(run_config, [*base, *extra]), INFO, rate_flops=RATE)
+        for extra in ([], [override])
+    )
+    assert stage_seconds(more)["scores"] > stage_seconds(less)["scores"]
+
+
+def stage_seconds(plan: Plan) -> dict[str, float]:
+    return {stage.name: stage.seconds for stage in plan.stages}
+
+
+def test_the_estimate_of_a_run_on_an_h200_is_near_what_was_measured() -> None:
+    # Seconds and bytes of the run in runs/README.md, whose scores were the two of then.
+    config = load_config(SPACES / "smollm2_135m_gpu.yaml", ["scoring.sender_pairs=0"])
+    plan = make_plan(config, SMOLLM2, rate_flops=H200_RATE, device="cuda")
+    seconds = stage_seconds(plan)
+    for name, measured in (("data", 146), ("supernet", 87), ("search", 280)):
+        assert measured / 1.5 < seconds[name] < measured * 1.5, (name, seconds[name])
+    assert 80 * GIB < plan.needs.gpu < 120 * GIB
+    assert plan.needs.host < 40 * GIB
+    assert " of GPU memory" in plan.lines()[-1]
+
+
+def test_workers_on_one_gpu_share_it() -> None:
+    def search(*overrides: str) -> tuple[float, int]:
+        config = load_config(SPACES / "smollm2_135m_gpu.yaml", list(overrides))
+        plan = make_plan(config, SMOLLM2, rate_flops=H200_RATE, device="cuda")
+        return stage_seconds(plan)["search"], plan.needs.gpu
+
+    shared, one = search(), search("execution.workers=1", "execution.gpus_per_worker=1")
+    four = search("execution.gpus_per_worker=1")
+    assert shared[0] == one[0]
+    assert shared[1] > 3 * one[1]
+    assert four[0] < 0.4 * one[0]
+
+
+def test_a_cpu_needs_no_gpu_memory(run_config: Path) -> None:
+    plan = make_plan(load_config(run_config, []), INFO, rate_flops=RATE, device="cpu")
+    assert plan.needs.gpu == 0
+    assert "GPU" not in plan.lines()[-1]
+
+
+def test_too_little_gpu_memory_is_said() -> None:
+    config = load_config(SPACES / "smollm2_135m_gpu.yaml", [])
+    plan = make_plan(config, SMOLLM2, rate_flops=H200_RATE, device="cuda")
+    assert "warning" not in plan.lines()[-1]
+    assert "warning" not in replace(plan, gpu_room=139 * GIB).lines()[-1]
+    said = replace(plan, gpu_room=24 * GIB).lines()[-1]
+    assert "warning: the GPU memory here is 24 GiB: lower distill.batch_tokens" in said
+
+
+def test_own_pairs_are_named(run_config: Path) -> None:
+    config = load_config(run_config, ["scoring.pairs_file=own.jsonl"])
+    plan = make_plan(config, INFO, rate_flops=RATE)
+    assert "own.jsonl" in next(s.what for s in plan.stages if s.name == "scores")
 
 
 @pytest.mark.parametrize(

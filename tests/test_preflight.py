@@ -24,7 +24,10 @@ SHIPPED = "package:archsearch/assets/tiny/supernet.safetensors"
 
 def config_with(**sections: Any) -> RunConfig:
     teacher = {"source": "package:archsearch/assets/tiny/teacher", "device": "cpu"}
-    return RunConfig.model_validate({"schema": 1, "name": "x", "teacher": teacher, **sections})
+    # What the tiny teacher's tokenizer has words for.
+    scoring = {"retrieval": ["single"], "general": []}
+    base = {"schema": 1, "name": "x", "teacher": teacher, "scoring": scoring}
+    return RunConfig.model_validate(base | sections)
 
 
 @pytest.mark.parametrize("gdn", [{}, {"conv": False}, {"rope": True, "bias": True}])
@@ -49,6 +52,69 @@ def test_more_workers_than_cores_are_refused() -> None:
 def test_a_gpu_that_is_not_there_is_found_before_anything_runs() -> None:
     with pytest.raises(EnvironmentFault, match=r"teacher\.device: cuda:99, but torch sees"):
         check_machine(config_with(teacher={"source": "x", "device": "cuda:99"}))
+
+
+GENERAL = "copying or labels or arithmetic or lookup or agreement"
+
+
+@pytest.mark.parametrize(
+    ("search", "field", "needed"),
+    [
+        ({"objectives": ["kl", "niah_multivalue_nll"]}, "objectives[1]", "multivalue"),
+        ({"objectives": ["tracking_match"]}, "objectives[0]", "tracking"),
+        ({"objectives": ["general_nll"]}, "objectives[0]", GENERAL),
+        ({"constraints": ["labels_match"]}, "constraints[0]", "labels"),
+        ({"constraints": ["kl", "general_match"]}, "constraints[1]", GENERAL),
+    ],
+)
+def test_a_metric_that_no_prompt_provides_is_refused(
+    search: dict[str, list[str]], field: str, needed: str
+) -> None:
+    bounds = {"objectives": {"direction": "minimize"}, "constraints": {"max": 9.0}}
+    sections = {
+        name: [{"metric": metric, **bounds[name]} for metric in metrics]
+        for name, metrics in search.items()
+    }
+    metric = sections[field.partition("[")[0]][-1]["metric"]
+    with pytest.raises(ConfigError) as caught:
+        check_config(config_with(search=sections), INFO)
+    assert str(caught.value) == (
+        f"search.{field}.metric: {metric} needs {needed} among probes.kinds; allowed with those that it has: "
+        "kl, top1_agreement, niah_single_nll, niah_single_match, niah_multikey_nll, niah_multikey_match, "
+        "fa_share, cache_bytes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scoring", "message"),
+    [
+        (
+            {"contexts": [512, 4096]},
+            r"^scoring\.contexts: 4096 is .* teacher's 2048 tokens; allowed",
+        ),
+        (
+            {"retrieval": ["single"], "pairs": 3},
+            r"^scoring\.min_pairs: 4, .*retrieval has 1 .* 1 to 3$",
+        ),
+        ({"replacement_length": 4000}, r"^scoring\.replacement_length: 4000 is above"),
+    ],
+)
+def test_scoring_that_cannot_be_is_refused(scoring: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(config_with(scoring={"general": [], **scoring}), INFO)
+
+
+def test_contexts_that_nothing_reads_may_be_beyond_the_teacher() -> None:
+    probes = {"kinds": ["copying"], "contexts": [4096]}
+    scoring = {"retrieval": [], "contexts": [4096], "general": ["copying"]}
+    config = config_with(probes=probes, scoring=scoring)
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, INFO)
+    assert "4096" not in str(caught.value)
+    assert ignored_options(config) == [
+        "scoring.contexts is ignored: scoring.retrieval is empty",
+        "probes.contexts is ignored: probes.kinds has no retrieval prompts",
+    ]
 
 
 @pytest.mark.parametrize(

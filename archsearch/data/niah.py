@@ -1,9 +1,8 @@
-"""Needle-in-a-haystack probes after RULER's single- and multi-key tasks, for any tokenizer.
+"""Probes as pairs of token ids, their batches, and training rows of needle-in-a-haystack prompts.
 
-Generated filler hides one or more needles, `The special magic number for KEY is VALUE.`; the prompt
-ends by asking for one key and with the words before its value, so that the answer is the value alone.
-Each probe is a pair, as in HydraHead (arXiv 2606.20097): in the corrupt prompt the asked needle has
-another value, the distractor, and nothing else differs.
+A probe is a pair, as in HydraHead (arXiv 2606.20097): the clean prompt is followed by an answer, the
+corrupt one, of as many tokens, calls for another, the distractor. What the prompts say lies in scenes.py
+(retrieval) and general.py; tasks.py draws probes of every kind.
 
 Shapes: N probes or rows, T tokens, A answer tokens.
 """
@@ -22,14 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ConfigError
 from ..progress import Progress, ignore_progress
 from .lexicon import haystack_sentences
 from .prompts import (
     KEYS,
-    Script,
     compose,
-    draw_distractor,
     draw_script,
     encode,
     fewer_questions,
@@ -40,11 +36,12 @@ from .prompts import (
 
 __all__ = [
     "KEYS",
-    "KINDS",
+    "Misaligned",
+    "Pair",
     "Probe",
     "ProbeBatch",
+    "align",
     "haystack_sentences",
-    "make_probes",
     "needle",
     "question",
     "retrieval_rows",
@@ -52,10 +49,17 @@ __all__ = [
     "vocabulary",
 ]
 
-KINDS = ("single", "multikey")
 
-_DRAWS = 50
-_GOLDEN = 0.6180339887498949
+class Pair(NamedTuple):
+    """The texts of a probe: the model is given clean + answer, whose distractor is what corrupt calls for."""
+
+    clean: str
+    corrupt: str
+    answer: str
+    """With the space before it, if there is one."""
+    distractor: str
+    cut: bool = False
+    """Whether to keep no more tokens of the longer answer than the shorter has: the first that differs decides."""
 
 
 @dataclass(frozen=True)
@@ -85,39 +89,46 @@ class ProbeBatch(NamedTuple):
     """[N, A] int64: the column whose logits predict answer token j; -1 after a shorter answer's end."""
 
 
-def make_probes(
-    tokenizer: PreTrainedTokenizerBase,
-    kind: str,
-    count: int,
-    context: int,
-    *,
-    keys: int,
-    digits: int,
-    seed: int,
-) -> list[Probe]:
-    """Draws count probes whose prompt + answer takes context tokens, or a few less.
+class Misaligned(ValueError):
+    """A tokenizer gives the texts of a pair tokens that do not line up; field is the text to blame."""
 
-    kind "single" hides one needle whatever keys says, "multikey" hides needles of that many keys. Probe i
-    does not depend on count; the depths of the asked needles are spread evenly over any run of probes.
-    Raises ConfigError where context is too short or the tokenizer cannot tell numbers apart.
-    """
-    num_keys = _num_keys(kind, keys)
-    probes: list[Probe] = []
-    for index in range(count):
-        rng = Random(f"probe/{kind}/{context}/{num_keys}/{digits}/{seed}/{index}")
-        depth = (Random(f"depth/{kind}/{seed}").random() + index * _GOLDEN) % 1.0
-        for _ in range(_DRAWS):
-            script = draw_script(rng, num_keys, digits, depth)
-            probe = _pair(tokenizer, rng, script, kind, context)
-            if probe is not None:
-                probes.append(probe)
-                break
-        else:
-            raise ConfigError(
-                f"probes.digits: with this tokenizer, {_DRAWS} draws gave no two numbers of {digits} "
-                "digits whose tokens differ and are equally many; try fewer digits"
-            )
-    return probes
+    def __init__(self, field: str, problem: str) -> None:
+        self.field, self.problem = field, problem
+        super().__init__(f"{field}: {problem}")
+
+
+def align(
+    tokenizer: PreTrainedTokenizerBase, pair: Pair, kind: str, context: int | None = None
+) -> Probe:
+    """The pair as tokens; context is its own length where not given. Raises Misaligned where lengths differ."""
+    clean = encode(tokenizer, pair.clean + pair.answer)
+    other = encode(tokenizer, pair.clean + pair.distractor)
+    corrupt = encode(tokenizer, pair.corrupt + pair.answer)
+    start = next((i for i, (a, b) in enumerate(zip(clean, other, strict=False)) if a != b), None)
+    if start is None:
+        raise Misaligned("distractor", f"the same tokens as the answer, {pair.answer!r}")
+    if len(corrupt) != len(clean):
+        raise Misaligned(
+            "corrupt", f"{len(corrupt)} tokens with the answer, the clean prompt {len(clean)}"
+        )
+    if len(other) != len(clean) and not pair.cut:
+        raise Misaligned(
+            "distractor",
+            f"{len(other) - start} tokens for {pair.distractor!r}, {len(clean) - start} for {pair.answer!r}",
+        )
+    if clean[start:] != corrupt[start:]:
+        raise Misaligned("corrupt", f"other tokens for {pair.answer!r} than after the clean prompt")
+    if clean == corrupt:
+        raise Misaligned("corrupt", "the same tokens as the clean prompt")
+    end = min(len(clean), len(other))
+    return Probe(
+        kind,
+        end if context is None else context,
+        prompt=tuple(clean[:start]),
+        answer=tuple(clean[start:end]),
+        corrupt_prompt=tuple(corrupt[:start]),
+        distractor=tuple(other[start:end]),
+    )
 
 
 def retrieval_rows(
@@ -138,11 +149,11 @@ def retrieval_rows(
     rows = np.empty((count, length), dtype=np.uint32)
     for index in range(count):
         rng = Random(f"row/{length}/{keys}/{digits}/{seed}/{index}")
-        num_keys = _num_keys(KINDS[index % 2], keys)
+        num_keys = keys if index % 2 else 1
         script = draw_script(rng, num_keys, digits, rng.random())
         script = replace(script, asked=tuple(rng.sample(list(script.values), num_keys)))
         script = fewer_questions(tokenizer, script, length)
-        prompt = compose(tokenizer, rng, script, length)
+        prompt = compose(tokenizer, rng, script.scene(), length)
         # Filler again, so that the row is full to its last token.
         tail = " ".join(islice(haystack_sentences(rng), 16))
         ids = encode(tokenizer, f"{prompt} {script.values[script.asked[-1]]}.\n\n{tail}")
@@ -166,35 +177,3 @@ def stack(probes: Sequence[Probe], *, corrupt: bool = False) -> ProbeBatch:
         size = len(probe.answer)
         positions[index, :size] = torch.arange(width - size - 1, width - 1)
     return ProbeBatch(input_ids, mask, positions)
-
-
-def _num_keys(kind: str, keys: int) -> int:
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
-    return 1 if kind == "single" else keys
-
-
-def _pair(
-    tokenizer: PreTrainedTokenizerBase, rng: Random, script: Script, kind: str, context: int
-) -> Probe | None:
-    """Writes both prompts of a probe; None where the tokens of the two values do not line up."""
-    key = script.asked[-1]
-    value, distractor = script.values[key], draw_distractor(rng, script)
-    prompt = compose(tokenizer, rng, script, context)
-    corrupt_prompt = prompt.replace(needle(key, value), needle(key, distractor))
-    clean = encode(tokenizer, f"{prompt} {value}")
-    other = encode(tokenizer, f"{prompt} {distractor}")
-    corrupt = encode(tokenizer, f"{corrupt_prompt} {value}")
-    start = next((i for i, (a, b) in enumerate(zip(clean, other, strict=False)) if a != b), None)
-    if start is None or not len(clean) == len(other) == len(corrupt):
-        return None
-    if clean[start:] != corrupt[start:] or clean == corrupt:
-        return None
-    return Probe(
-        kind,
-        context,
-        prompt=tuple(clean[:start]),
-        answer=tuple(clean[start:]),
-        corrupt_prompt=tuple(corrupt[:start]),
-        distractor=tuple(other[start:]),
-    )

@@ -1,10 +1,12 @@
-"""The text of needle-in-a-haystack prompts: filler, hidden needles, questions; and its tokens.
+"""The text of retrieval prompts: filler that hides sentences, and questions about them; and its tokens.
 
-What a probe or a training row makes of such a prompt lies in niah.py.
+What is hidden and asked for each kind of probe lies in scenes.py; what a probe or a training row makes of
+a prompt lies in niah.py and tasks.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -30,13 +32,49 @@ _SENTENCE_TOKENS = 12
 
 
 @dataclass(frozen=True)
+class Scene:
+    """What a prompt hides in its filler and what it asks.
+
+    groups are the hidden sentences; those of a group keep their order in the haystack. groups[asked][0]
+    holds the value asked for, which is the answer; questions end with the word before it.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    asked: int
+    depth: float
+    """Where groups[asked][0] lies: 0 is the start and 1 the end of the haystack."""
+    questions: str
+    answer: str
+    values: frozenset[str]
+    """Every value in the prompt, which a distractor must not be."""
+
+    @property
+    def needle(self) -> str:
+        """The sentence that holds the answer."""
+        return self.groups[self.asked][0]
+
+
+@dataclass(frozen=True)
 class Script:
-    """The words of one prompt but for its filler: each key's value, and the keys asked, the last one open."""
+    """The words of one prompt about keys but for its filler: each key's value, and the keys asked, the last one open."""
 
     values: dict[str, str]
     asked: tuple[str, ...]
     depth: float
-    """Where the needle of the key asked last lies: 0 is the start and 1 the end of the haystack."""
+    """Where the needle of the key asked last lies, as in Scene."""
+
+    def scene(self) -> Scene:
+        """The script's needles, and its questions with all answers but the last."""
+        *answered, open_key = self.asked
+        parts = [f"{question(key)} {self.values[key]}." for key in answered]
+        return Scene(
+            groups=tuple((needle(key, value),) for key, value in self.values.items()),
+            asked=list(self.values).index(open_key),
+            depth=self.depth,
+            questions="\n\n".join([*parts, question(open_key)]),
+            answer=self.values[open_key],
+            values=frozenset(self.values.values()),
+        )
 
 
 def needle(key: str, value: str) -> str:
@@ -53,7 +91,7 @@ def question(key: str) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Every piece (see lexicon.pieces) that filler, needles and questions can hold, digits aside."""
+    """Every piece (see lexicon.pieces) that filler, needles and questions of keys can hold, digits aside."""
     words = set(filler_vocabulary()) | set(KEYS)
     words |= set(pieces(needle(KEYS[0], "0"))) | set(pieces(question(KEYS[0])))
     return sorted(words - set("0123456789"))
@@ -64,24 +102,34 @@ def draw_script(rng: Random, num_keys: int, digits: int, depth: float) -> Script
 
     Raises ConfigError where there are not as many keys, or values with one left over as a distractor.
     """
-    most = min(len(KEYS), 9 * 10 ** (digits - 1) - 1)
-    if not 1 <= num_keys <= most:
-        raise ConfigError(f"probes.multi_keys: {num_keys}; allowed: 1 to {most} at {digits} digits")
+    check_count(num_keys, len(KEYS), digits)
     keys = rng.sample(KEYS, num_keys)
-    values: list[str] = []
-    while len(values) < num_keys:
-        value = _number(rng, digits)
-        if value not in values:
-            values.append(value)
+    values = draw_values(rng, num_keys, digits)
     return Script(dict(zip(keys, values, strict=True)), (keys[0],), depth)
 
 
-def draw_distractor(rng: Random, script: Script) -> str:
-    """A number as long as the asked value that is no needle's value.
+def check_count(count: int, most: int, digits: int) -> None:
+    """Raises ConfigError where count is not between 1 and most, or leaves no number over as a distractor."""
+    most = min(most, 9 * 10 ** (digits - 1) - 1)
+    if not 1 <= count <= most:
+        raise ConfigError(f"probes.multi_keys: {count}; allowed: 1 to {most} at {digits} digits")
 
-    Where it can, it has another digit than the asked value at every place.
+
+def draw_values(rng: Random, count: int, digits: int) -> list[str]:
+    """Numbers of that many digits, no two alike and none with a leading zero."""
+    values: list[str] = []
+    while len(values) < count:
+        value = _number(rng, digits)
+        if value not in values:
+            values.append(value)
+    return values
+
+
+def draw_distractor(rng: Random, value: str, taken: Set[str]) -> str:
+    """A number as long as value that is not among the taken, of which value is one.
+
+    Where it can, it has another digit than value at every place.
     """
-    value, taken = script.values[script.asked[-1]], set(script.values.values())
     for _ in range(_DRAWS):
         digits = [rng.choice([d for d in "0123456789" if d != old]) for old in value]
         distractor = "".join(digits)
@@ -92,24 +140,21 @@ def draw_distractor(rng: Random, script: Script) -> str:
     return distractor
 
 
-def compose(
-    tokenizer: PreTrainedTokenizerBase, rng: Random, script: Script, max_tokens: int
-) -> str:
-    """Writes the prompt, without its last answer; with it, it takes max_tokens tokens or a few less.
+def compose(tokenizer: PreTrainedTokenizerBase, rng: Random, scene: Scene, max_tokens: int) -> str:
+    """Writes the prompt, without its answer; with it, it takes max_tokens tokens or a few less.
 
-    Raises ConfigError where the needles and questions alone take more.
+    Raises ConfigError where the hidden sentences and questions alone take more.
     """
-    needles, questions, last = _parts(script)
-    bare = _bare_tokens(tokenizer, script)
+    bare = _bare_tokens(tokenizer, scene)
     if bare > max_tokens:
         raise ConfigError(
-            f"retrieval prompts: {max_tokens} tokens are too short for {len(needles)} needles and "
-            f"{len(script.asked)} questions with this tokenizer; allowed: {bare} or more"
+            f"retrieval prompts: {max_tokens} tokens are too short for {sum(map(len, scene.groups))} "
+            f"needles and their questions with this tokenizer; allowed: {bare} or more"
         )
     filler = _draw_filler(tokenizer, rng, max_tokens - bare)
     while True:
-        text = f"{' '.join(_hide(rng, filler, needles, script))}\n\n{questions}"
-        if not filler or len(encode(tokenizer, f"{text} {last}")) <= max_tokens:
+        text = f"{' '.join(_hide(rng, filler, scene))}\n\n{scene.questions}"
+        if not filler or len(encode(tokenizer, f"{text} {scene.answer}")) <= max_tokens:
             return text
         # Lengths do not quite add up: a tokenizer may merge across sentences, or split the first word.
         filler.remove(min(filler, key=len))
@@ -117,44 +162,47 @@ def compose(
 
 def fewer_questions(tokenizer: PreTrainedTokenizerBase, script: Script, max_tokens: int) -> Script:
     """The script with its first questions left out until the rest takes max_tokens, or one is left."""
-    while len(script.asked) > 1 and _bare_tokens(tokenizer, script) > max_tokens:
+    while len(script.asked) > 1 and _bare_tokens(tokenizer, script.scene()) > max_tokens:
         script = replace(script, asked=script.asked[1:])
     return script
 
 
-def _parts(script: Script) -> tuple[list[str], str, str]:
-    """Needles, questions with all answers but the last, and that last answer."""
-    needles = [needle(key, value) for key, value in script.values.items()]
-    *answered, open_key = script.asked
-    parts = [f"{question(key)} {script.values[key]}." for key in answered]
-    return needles, "\n\n".join([*parts, question(open_key)]), script.values[open_key]
-
-
-def _bare_tokens(tokenizer: PreTrainedTokenizerBase, script: Script) -> int:
-    """Tokens of a prompt without filler, its last answer included."""
-    needles, questions, last = _parts(script)
-    return len(encode(tokenizer, f"{' '.join(needles)}\n\n{questions} {last}"))
+def _bare_tokens(tokenizer: PreTrainedTokenizerBase, scene: Scene) -> int:
+    """Tokens of a prompt without filler, its answer included."""
+    hidden = " ".join(text for group in scene.groups for text in group)
+    return len(encode(tokenizer, f"{hidden}\n\n{scene.questions} {scene.answer}"))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of text after whatever the tokenizer starts a text with, and nothing at its end."""
-    # The text's own first token tells where the tokenizer's prefix (BOS, or nothing) ends.
+    return start_tokens(tokenizer) + _encode_parts(tokenizer, [text])[0]
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text: BOS, or nothing."""
+    # The text's own first token tells where that ends.
     bare = _encode_parts(tokenizer, ["The"])[0]
     full = list(tokenizer("The")["input_ids"])
-    prefix = full[: full.index(bare[0])] if bare and bare[0] in full else []
-    return prefix + _encode_parts(tokenizer, [text])[0]
+    return full[: full.index(bare[0])] if bare and bare[0] in full else []
 
 
 def _number(rng: Random, digits: int) -> str:
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
-def _hide(rng: Random, filler: list[str], needles: list[str], script: Script) -> list[str]:
-    """Filler sentences with the needle asked for last at its depth and the others anywhere."""
-    places = [script.depth if key == script.asked[-1] else rng.random() for key in script.values]
+def _hide(rng: Random, filler: list[str], scene: Scene) -> list[str]:
+    """Filler sentences with the needle asked for at its depth and the others anywhere, groups in order."""
+    placed: list[tuple[float, str]] = []
+    for index, group in enumerate(scene.groups):
+        if index == scene.asked:
+            later = (scene.depth + (1 - scene.depth) * rng.random() for _ in group[1:])
+            places = [scene.depth, *sorted(later)]
+        else:
+            places = sorted(rng.random() for _ in group)
+        placed += zip(places, group, strict=True)
     hidden = list(filler)
     # From the back, so that earlier places stay where they are.
-    for place, text in sorted(zip(places, needles, strict=True), reverse=True):
+    for place, text in sorted(placed, reverse=True):
         hidden.insert(round(place * len(filler)), text)
     return hidden
 

@@ -1,18 +1,20 @@
-"""Retrieval from long prompts: answer likelihood and exact match on needle-in-a-haystack probes.
+"""Answers to probes, retrieval from long prompts and general ones: their likelihood and exact match.
 
 Legend: B probes of a batch, T tokens, A answer tokens, C hidden size, M answer tokens of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..data.niah import Probe, stack
+from ..data.tasks import GENERAL_KINDS, metric_name
 
 
 @dataclass
@@ -24,14 +26,19 @@ class Tally:
     matches: int = 0
     probes: int = 0
 
+    def metrics(self) -> dict[str, float]:
+        """Mean NLL of an answer token, and share of probes that match."""
+        return {"nll": self.nll / self.tokens, "match": self.matches / self.probes}
+
 
 def retrieval(
     model: HydraHeadForCausalLM, probes: Sequence[Probe], *, batch_tokens: int = 4096
 ) -> dict[str, float]:
-    """`niah_KIND_nll` and `niah_KIND_match` for every kind among the probes.
+    """`NAME_nll` and `NAME_match` for every kind among the probes, NAME as metric_name calls it.
 
     nll: mean nats an answer token, teacher-forced. match: share of probes at which every answer token is
-    the argmax, which is when greedy decoding gives the answer. batch_tokens bounds the tokens of a
+    the argmax, which is when greedy decoding gives the answer. With general probes among them also
+    `general_nll` and `general_match`, the means over their kinds. batch_tokens bounds the tokens of a
     forward, padding included; a single longer probe still runs alone. The model runs in evaluation mode.
     """
     was_training = model.training
@@ -47,12 +54,16 @@ def retrieval(
                 tally.matches += int(right_BA[index].all())
                 tally.probes += 1
     model.train(was_training)
-    metrics: dict[str, float] = {}
-    for kind in sorted(tallies):
-        tally = tallies[kind]
-        metrics[f"niah_{kind}_nll"] = tally.nll / tally.tokens
-        metrics[f"niah_{kind}_match"] = tally.matches / tally.probes
-    return metrics
+    return _named({kind: tallies[kind].metrics() for kind in sorted(tallies)})
+
+
+def _named(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Each kind's figures under its name, and the means over the general kinds."""
+    general = [found[kind] for kind in GENERAL_KINDS if kind in found]
+    rows = {metric_name(kind): figures for kind, figures in found.items()}
+    if general:
+        rows["general"] = {key: fmean(row[key] for row in general) for key in general[0]}
+    return {f"{name}_{key}": value for name, row in rows.items() for key, value in row.items()}
 
 
 def batches(probes: Sequence[Probe], batch_tokens: int) -> Iterator[list[Probe]]:

@@ -32,8 +32,8 @@ from ..headmap import HeadMap
 from ..models.cut import cut
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
-from ..scoring.composite import HeadScores
-from ..search.seeds import seed_maps
+from ..rundir import RunDir
+from ..search.seeds import needed_by_seeds, read_scores, seed_maps
 from ..search.trial import evaluation_probes
 from ..training.align import AlignmentLoss
 from ..training.loop import Plan, TrainingState, train
@@ -64,11 +64,8 @@ class Bench:
         data["teacher"]["device"] = device
         config = RunConfig.model_validate(data)
         teacher = load_teacher(config.teacher)
-        tables = {
-            "causal": HeadScores.load(run / "scores.json").composite,
-            "replacement_kl": HeadScores.load(run / "replacement_kl.json").composite,
-        }
         wanted = SeedConfig(methods=METHODS, fa_shares=SHARES)
+        tables = read_scores(RunDir(run), needed_by_seeds(wanted))
         maps = {
             f"{seed.method}@{seed.head_map.fa_share:.3f}": seed.head_map
             for seed in seed_maps(teacher.shape, tables, wanted, config.seed)

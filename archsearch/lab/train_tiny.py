@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from archsearch.data.niah import make_probes, stack
+from archsearch.data.niah import stack
+from archsearch.data.tasks import make_probes
 from archsearch.lab.tiny_corpus import DIGITS, Rows, build_tokenizer, filler_rows
 
 CONTEXTS = (256, 512, 1024)

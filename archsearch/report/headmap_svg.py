@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..headmap import HeadMap, Operator
+from .scales import layer_step
 
 COLOURS = {Operator.FULL: "#1d4f8b", Operator.GDN: "#f0c36d", Operator.NHA: "#2a9d8f"}
 NAMES = {
@@ -31,7 +32,7 @@ def headmap_svg(head_map: HeadMap, *, cell: float = 10.0) -> str:
         parts.append(f'<text x="2" y="{middle:g}" fill="#667">kv{group}</text>')
     for layer in range(shape.num_layers):
         parts.append(_layer(head_map, layer, MARGIN_LEFT + layer * column, cell))
-        if layer % _label_every(shape.num_layers) == 0:
+        if layer % layer_step(shape.num_layers) == 0:
             x = MARGIN_LEFT + layer * column + cell / 2
             label = f'<text x="{x:g}" y="{height - 4:g}" text-anchor="middle" fill="#667">{layer}</text>'
             parts.append(label)
@@ -81,10 +82,6 @@ def _layer(head_map: HeadMap, layer: int, x: float, cell: float) -> str:
 
 def _top(head_map: HeadMap, head: int, cell: float) -> float:
     return MARGIN_TOP + head * cell + (head // head_map.model.group_size) * GROUP_GAP
-
-
-def _label_every(num_layers: int) -> int:
-    return 1 if num_layers <= 12 else 5
 
 
 def _caption(head_map: HeadMap) -> str:

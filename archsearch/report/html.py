@@ -10,36 +10,33 @@ from itertools import combinations
 from typing import Any
 
 from .headmap_svg import COLOURS, OUTLINE, headmap_svg, legend_svg
+from .html_table import folded_html, table_html
 from .pareto_svg import pareto_svg
 from .records import COST_METRICS, Candidate, Objective, Rung, RunSummary, quantity
+from .scores_html import scores_html
 from .tables import (
-    Table,
     after,
     cache_table,
-    candidate_table,
+    candidate_tables,
     failure_table,
     hypervolume_table,
     share_table,
+    split_metrics,
     stage_table,
 )
 
 
 def html_report(summary: RunSummary) -> str:
-    """The page of a run: key figures, Pareto plots, the front's head maps, comparisons, all candidates."""
-    rung = summary.last
-    axes = plot_axes(summary.objectives)
+    """The page of a run: key figures, Pareto plots, the front's head maps, comparisons, head scores, all candidates."""
     body = [
         f"<h1>{escape(summary.name)}</h1>",
-        f'<p class="lead">{_lead(summary, rung)}</p>',
-        _tiles(summary, rung),
-        *(_plot(rung, x, y) for x, y in axes),
-        _front(rung),
-        _table(hypervolume_table(summary)),
-        *(_comparisons(summary, r) for r in reversed(summary.rungs)),
-        *(_earlier_plots(r, axes) for r in reversed(summary.rungs[:-1])),
-        _table(failure_table(summary)),
-        _table(stage_table(summary)),
-        *(_all_candidates(r) for r in reversed(summary.rungs)),
+        f'<p class="lead">{escape(_lead(summary))}</p>',
+        *(_result(summary) if summary.rungs else []),
+        *scores_html(summary.scores),
+        *(_earlier_plots(summary, rung) for rung in reversed(summary.rungs[:-1])),
+        table_html(failure_table(summary)),
+        table_html(stage_table(summary)),
+        *(_all_candidates(summary, rung) for rung in reversed(summary.rungs)),
         '<div id="tip" role="status"></div>',
         f'<script type="application/json" id="candidates">{_data(summary.rungs)}</script>',
         f"<script>{_asset('page.js')}</script>",
@@ -67,21 +64,35 @@ def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _lead(summary: RunSummary, rung: Rung) -> str:
+def _result(summary: RunSummary) -> list[str]:
+    """What the search came to: its last rung first."""
+    rung = summary.last
+    return [
+        _tiles(summary, rung),
+        *(_plot(rung, x, y) for x, y in plot_axes(summary.objectives)),
+        _front(summary, rung),
+        table_html(hypervolume_table(summary)),
+        *(_comparisons(summary, r) for r in reversed(summary.rungs)),
+    ]
+
+
+def _lead(summary: RunSummary) -> str:
+    source = summary.config.get("teacher", {}).get("source", "")
+    if not summary.rungs:
+        return f"{source}: heads are scored; no candidate has been evaluated yet."
+    rung = summary.last
     counts = {
         group: sum(c.group == group for c in rung.candidates)
         for group in ("search", "seed", "random")
     }
-    source = summary.config.get("teacher", {}).get("source", "")
     goals = ", ".join(
         f"{'smallest' if o.minimize else 'largest'} {o.metric}" for o in summary.objectives
     )
-    text = (
+    return (
         f"{source}: {counts['search']} maps found by the search, {counts['seed']} seeds and "
         f"{counts['random']} of the random control, after {rung.proxy_tokens:,} distillation tokens; "
         f"objectives: {goals}."
     )
-    return escape(text)
 
 
 def _tiles(summary: RunSummary, rung: Rung) -> str:
@@ -108,23 +119,26 @@ def _plot(rung: Rung, x: Objective, y: Objective) -> str:
     return f'<div class="plot">{pareto_svg(rung.candidates, x, y)}</div>'
 
 
-def _earlier_plots(rung: Rung, axes: list[tuple[Objective, Objective]]) -> str:
-    plots = "".join(_plot(rung, x, y) for x, y in axes)
+def _earlier_plots(summary: RunSummary, rung: Rung) -> str:
+    plots = "".join(_plot(rung, x, y) for x, y in plot_axes(summary.objectives))
     return f"<h2>All candidates {after(rung)}</h2>{plots}"
 
 
 def _comparisons(summary: RunSummary, rung: Rung) -> str:
-    return _table(share_table(summary, rung)) + _table(cache_table(summary, rung))
+    return table_html(share_table(summary, rung)) + table_html(cache_table(summary, rung))
 
 
-def _all_candidates(rung: Rung) -> str:
-    return _details(candidate_table(rung.candidates, f"Metrics of all candidates {after(rung)}"))
+def _all_candidates(summary: RunSummary, rung: Rung) -> str:
+    title = f"Metrics of all candidates {after(rung)}"
+    tables = candidate_tables(rung.candidates, title, summary.objectives)
+    return "".join(folded_html(table) for table in tables)
 
 
-def _front(rung: Rung) -> str:
+def _front(summary: RunSummary, rung: Rung) -> str:
     if not rung.front:
         return ""
-    cards = "".join(_card(c) for c in rung.front)
+    main, others = split_metrics(rung.front, summary.objectives)
+    cards = "".join(_card(c, main, others) for c in rung.front)
     return (
         "<h2>The front</h2>"
         f"<div>{legend_svg(rung.front[len(rung.front) // 2].head_map)}</div>"
@@ -134,50 +148,26 @@ def _front(rung: Rung) -> str:
     )
 
 
-def _card(c: Candidate) -> str:
+def _card(c: Candidate, main: Sequence[str], others: Sequence[str]) -> str:
+    """A point of the front: its label, main metrics and map; the other metrics show on hover."""
     badge = '<span class="badge">new</span>' if c.group == "search" else ""
     metrics = " · ".join(
-        f"{escape(name)} <b>{escape(quantity(name, value))}</b>"
-        for name, value in c.metrics.items()
+        f"{escape(name)} <b>{escape(quantity(name, c.metrics[name]))}</b>"
+        for name in main
+        if name in c.metrics
     )
+    rest = "\n".join(f"{m} {quantity(m, c.metrics[m])}" for m in others if m in c.metrics)
+    title = f' title="{escape(rest)}"' if rest else ""
     number, _, source = c.label.partition(" ")
     return (
         f'<div class="card" id="card-{c.key}"><h3>{number} <span class="from">{escape(source)}</span>'
-        f"{badge}</h3><p>{metrics}</p>{headmap_svg(c.head_map, cell=_cell_size(c))}</div>"
+        f"{badge}</h3><p{title}>{metrics}</p>{headmap_svg(c.head_map, cell=_cell_size(c))}</div>"
     )
 
 
 def _cell_size(c: Candidate) -> float:
     """Pixels of a head in a card, larger for models of few layers."""
     return min(18.0, max(9.0, 360 / c.head_map.model.num_layers - 2))
-
-
-def _table(table: Table) -> str:
-    if not table.rows:
-        return ""
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return f"<h2>{escape(table.title)}</h2>{_rows(table)}{note}"
-
-
-def _details(table: Table) -> str:
-    return f"<details><summary>{escape(table.title)}</summary>{_rows(table)}</details>"
-
-
-def _rows(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    lines = []
-    for r, row in enumerate(table.rows):
-        cells = (
-            f'<td class="strong">{escape(text)}</td>'
-            if (r, i) in table.strong
-            else f"<td>{escape(text)}</td>"
-            for i, text in enumerate(row)
-        )
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
 
 
 def _data(rungs: Sequence[Rung]) -> str:

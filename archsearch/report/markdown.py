@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .records import RunSummary
+from .score_tables import score_tables
+from .similarity_svg import similarity_caption
 from .tables import (
     Table,
     after,
     cache_table,
-    candidate_table,
+    candidate_tables,
     failure_table,
     hypervolume_table,
     share_table,
@@ -17,20 +19,24 @@ from .tables import (
 
 def markdown_report(summary: RunSummary) -> str:
     """All tables of a run, one after the other."""
+    tables = _search_tables(summary) if summary.rungs else []
+    tables += [*score_tables(summary.scores), failure_table(summary), stage_table(summary)]
+    parts = [markdown_table(table) for table in tables if table.rows]
+    if summary.scores.similarity is not None:
+        parts.append(f"## Similarity\n\n{similarity_caption(summary.scores.similarity)}")
+    text = "\n\n".join(parts)
+    return f"# {summary.name}\n\n{text}\n"
+
+
+def _search_tables(summary: RunSummary) -> list[Table]:
     comparisons = [
         table
         for rung in reversed(summary.rungs)
         for table in (share_table(summary, rung), cache_table(summary, rung))
     ]
-    tables = [
-        hypervolume_table(summary),
-        candidate_table(summary.last.front, f"Front {after(summary.last)}"),
-        *comparisons,
-        failure_table(summary),
-        stage_table(summary),
-    ]
-    text = "\n\n".join(markdown_table(table) for table in tables if table.rows)
-    return f"# {summary.name}\n\n{text}\n"
+    title = f"Front {after(summary.last)}"
+    front = candidate_tables(summary.last.front, title, summary.objectives)
+    return [hypervolume_table(summary), *front, *comparisons]
 
 
 def markdown_table(table: Table) -> str:

@@ -9,7 +9,7 @@ from html import escape
 from .records import METHOD_TITLES, METRIC_TITLES, Candidate, Objective, quantity
 from .scales import Axis, make_axis
 
-WIDTH, HEIGHT = 920, 480
+WIDTH, HEIGHT = 1010, 480
 LEFT, RIGHT, TOP, BOTTOM = 78, 712, 18, 426
 INK, GRID, MUTED = "#1c2733", "#e6e9ee", "#5d6b7a"
 FRONT = "#c0392b"
@@ -34,6 +34,15 @@ RIGHTWARD = "M6,0 L-4.4,5.6 L-4.4,-5.6 Z"
 CROSS = "M-5,-3 L-3,-5 L0,-2 L3,-5 L5,-3 L2,0 L5,3 L3,5 L0,2 L-3,5 L-5,3 L-2,0 Z"
 PLUS = "M-1.7,-5.6 H1.7 V-1.7 H5.6 V1.7 H1.7 V5.6 H-1.7 V1.7 H-5.6 V-1.7 H-1.7 Z"
 
+LEFTWARD = "M-6,0 L4.4,5.6 L4.4,-5.6 Z"
+PENTAGON = "M0,-5.8 L5.5,-1.8 L3.4,4.7 H-3.4 L-5.5,-1.8 Z"
+HEXAGON = "M-2.9,-5 H2.9 L5.8,0 L2.9,5 H-2.9 L-5.8,0 Z"
+STAR = "M0,-6.4 L1.8,-1.8 L6.4,0 L1.8,1.8 L0,6.4 L-1.8,1.8 L-6.4,0 L-1.8,-1.8 Z"
+TALL = "M0,-6.4 L3.6,0 L0,6.4 L-3.6,0 Z"
+BAR = "M-6,-2.6 H6 V2.6 H-6 Z"
+HOLE = " M-1.8,0 a1.8,1.8 0 1,0 3.6,0 a1.8,1.8 0 1,0 -3.6,0 Z"
+"""Added to a method's shape where it keeps whole KV groups."""
+
 MARKS = {
     "random-control": Mark(SMALL_CIRCLE, "#b7bfc9", 0.85),
     "search": Mark(CIRCLE, "#2f74c0", 0.8),
@@ -41,8 +50,21 @@ MARKS = {
     "all_gdn": Mark(PLUS, "#1c2733"),
     "causal": Mark(UP, "#d9731a"),
     "causal_per_layer": Mark(DOWN, "#e0a800"),
+    "causal_groups": Mark(UP + HOLE, "#d9731a"),
+    "attribution": Mark(PENTAGON, "#a3324f"),
+    "attribution_groups": Mark(PENTAGON + HOLE, "#a3324f"),
+    "retrieval_heads": Mark(HEXAGON, "#c2408f"),
+    "retrieval_heads_groups": Mark(HEXAGON + HOLE, "#c2408f"),
+    "duo_gates": Mark(STAR, "#5b4bb7"),
     "replacement_kl": Mark(DIAMOND, "#1b8a6b"),
+    "replacement_kl_groups": Mark(DIAMOND + HOLE, "#1b8a6b"),
+    "replacement_nll": Mark(TALL, "#12a5a0"),
+    "replacement_nll_groups": Mark(TALL + HOLE, "#12a5a0"),
+    "leave_one_in": Mark(LEFTWARD, "#8a5a2b"),
+    "leave_one_in_groups": Mark(LEFTWARD + HOLE, "#8a5a2b"),
+    "restoration": Mark(BAR, "#a77fd0"),
     "blend": Mark(RIGHTWARD, "#7aa61b"),
+    "blend_groups": Mark(RIGHTWARD + HOLE, "#7aa61b"),
     "even_layers": Mark(SQUARE, "#7d5ba6"),
     "random": Mark(CROSS, "#6c757d"),
 }
@@ -150,7 +172,7 @@ def _point(
     text = f"<title>{escape(point_text(c))}</title>" if titles else ""
     focus = ' tabindex="0"' if c.on_front else ""
     return (
-        f'<path class="point" data-key="{c.key}"{focus} '
+        f'<path class="point" data-key="{c.key}"{focus} fill-rule="evenodd" '
         f'd="{mark.shape}" transform="translate({at})" fill="{mark.colour}" '
         f'fill-opacity="{opacity:g}" {edge}>{text}</path>'
     )
@@ -163,7 +185,7 @@ def point_text(c: Candidate) -> str:
 
 
 def _legend(methods: set[str], has_front: bool) -> str:
-    x, y, parts = RIGHT + 28, TOP + 12, []
+    x, y, parts = RIGHT + 28, TOP + 12.0, []
     if has_front:
         parts.append(
             f'<path d="M{x - 8},{y} H{x + 8}" stroke="{FRONT}" stroke-width="1.6"/>'
@@ -176,14 +198,14 @@ def _legend(methods: set[str], has_front: bool) -> str:
         *[m for m in MARKS if m not in ("search", "random-control")],
         "random-control",
     ]
-    for method in order:
-        if method not in methods:
-            continue
+    shown = [method for method in order if method in methods]
+    step = min(22.0, (BOTTOM - y) / max(len(shown), 1))
+    for method in shown:
         mark = MARKS[method]
         parts.append(
-            f'<path d="{mark.shape}" transform="translate({x},{y})" fill="{mark.colour}" '
-            f'fill-opacity="{mark.opacity:g}"/><text x="{x + 16}" y="{y + 4}">'
+            f'<path d="{mark.shape}" transform="translate({x},{y:g})" fill="{mark.colour}" fill-rule="evenodd" '
+            f'fill-opacity="{mark.opacity:g}"/><text x="{x + 16}" y="{y + 4:g}">'
             f"{METHOD_TITLES[method]}</text>"
         )
-        y += 22
+        y += step
     return "".join(parts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..headmap import HeadMap
+from .score_records import ScoreFiles
 
 Group = Literal["search", "seed", "random"]
 """Found by the sampler, supplied as a baseline, or part of the random control."""
@@ -20,17 +21,62 @@ METRIC_TITLES = {
     "niah_single_match": "single-key exact match",
     "niah_multikey_nll": "multi-key answer NLL (nats a token)",
     "niah_multikey_match": "multi-key exact match",
+    "niah_multivalue_nll": "multi-value answer NLL (nats a token)",
+    "niah_multivalue_match": "multi-value exact match",
+    "niah_multiquery_nll": "multi-query answer NLL (nats a token)",
+    "niah_multiquery_match": "multi-query exact match",
+    "tracking_nll": "variable tracking answer NLL (nats a token)",
+    "tracking_match": "variable tracking exact match",
+    "copying_nll": "copying answer NLL (nats a token)",
+    "copying_match": "copying exact match",
+    "labels_nll": "label mapping answer NLL (nats a token)",
+    "labels_match": "label mapping exact match",
+    "arithmetic_nll": "arithmetic answer NLL (nats a token)",
+    "arithmetic_match": "arithmetic exact match",
+    "lookup_nll": "lookup answer NLL (nats a token)",
+    "lookup_match": "lookup exact match",
+    "agreement_nll": "agreement answer NLL (nats a token)",
+    "agreement_match": "agreement exact match",
+    "general_nll": "answer NLL of the general probes (nats a token)",
+    "general_match": "exact match of the general probes",
     "fa_share": "share of full-attention heads",
     "cache_bytes": "cache bytes a sequence",
 }
+
+MAIN_METRICS = (
+    "kl",
+    "fa_share",
+    "cache_bytes",
+    "general_nll",
+    "general_match",
+    "niah_single_match",
+    "niah_multikey_match",
+    "niah_multivalue_match",
+    "niah_multiquery_match",
+    "tracking_match",
+)
+"""What a table shows beside the objectives where all metrics would make it too wide."""
 
 METHOD_TITLES = {
     "all_full": "all full attention",
     "all_gdn": "all Gated DeltaNet",
     "causal": "causal score",
     "causal_per_layer": "causal, one a layer",
+    "causal_groups": "causal, whole KV groups",
+    "attribution": "attribution patching",
+    "attribution_groups": "attribution, whole KV groups",
+    "retrieval_heads": "retrieval-head copy score",
+    "retrieval_heads_groups": "retrieval heads, whole KV groups",
+    "duo_gates": "learned gates (DuoAttention)",
     "replacement_kl": "single-replacement KL",
+    "replacement_kl_groups": "replacement KL, whole KV groups",
+    "replacement_nll": "single-replacement retrieval NLL",
+    "replacement_nll_groups": "replacement NLL, whole KV groups",
+    "leave_one_in": "leave-one-in",
+    "leave_one_in_groups": "leave-one-in, whole KV groups",
+    "restoration": "layer-restoration KL",
     "blend": "causal + replacement",
+    "blend_groups": "causal + replacement, whole KV groups",
     "even_layers": "evenly spaced layers",
     "random": "random seed",
     "search": "found by the search",
@@ -105,7 +151,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A finished (or half finished) run, ready to be drawn."""
+    """A finished (or half finished) run, ready to be drawn; one that only scored heads has no rungs."""
 
     name: str
     config: dict[str, Any]
@@ -113,6 +159,7 @@ class RunSummary:
     rungs: tuple[Rung, ...]
     failures: tuple[Failure, ...] = ()
     stages: tuple[dict[str, Any], ...] = ()
+    scores: ScoreFiles = field(default_factory=ScoreFiles)
 
     @property
     def last(self) -> Rung:

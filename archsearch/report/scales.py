@@ -1,4 +1,4 @@
-"""Axes of a plot: from metric values to pixels, with round ticks."""
+"""Axes of a plot: from metric values to pixels, with round ticks; and from values to colours."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .records import bytes_text
+
+RAMP = ("#ece6d6", "#cbdcc4", "#8fc7bb", "#4a9fb2", "#2a6aa3", "#142f63")
+"""Colours of low to high values. Each is darker than the one before, so that hue need not be told apart."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,42 @@ def make_axis(metric: str, values: Iterable[float], start: float, stop: float) -
     bottom = low if low == 0 else low - pad
     shown = tuple(tick for tick in ticks if bottom <= tick <= top)
     return Axis(bottom, top, start, stop, shown, _tick_text(metric), root)
+
+
+def colour_axis(values: Iterable[float], *, root: bool) -> Axis:
+    """An axis from values to shares of RAMP, 0 to 1.
+
+    With root, as scores of heads are drawn (few large, most near zero): by the square root and from zero on, and
+    negative values look like zero. Without, from the least value to the largest.
+    """
+    found = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(found), max(found)
+    root = root and high > 0
+    if root:
+        low = 0.0
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    ticks = _root_ticks(high) if root else _linear_ticks(low, high, 1.0)
+    shown = tuple(tick for tick in ticks if low <= tick <= high)
+    return Axis(low, high, 0.0, 1.0, shown, _tick_text(""), root)
+
+
+def colour(share: float) -> str:
+    """The colour at a share of RAMP between 0 and 1."""
+    at = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
+    index = min(int(at), len(RAMP) - 2)
+    below, above = (_channels(RAMP[i]) for i in (index, index + 1))
+    mixed = (round(a + (at - index) * (b - a)) for a, b in zip(below, above, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def layer_step(num_layers: int) -> int:
+    """Every which layer gets its number written under it."""
+    return 1 if num_layers <= 12 else 5
+
+
+def _channels(text: str) -> tuple[int, ...]:
+    return tuple(int(text[i : i + 2], 16) for i in (1, 3, 5))
 
 
 def _tick_text(metric: str) -> Callable[[float], str]:

@@ -12,17 +12,21 @@ from ..search.front import CONTROL, SEARCH
 from ..search.front import Candidate as Finished
 from ..search.outcome import RungOutcome, read_outcome
 from .records import Candidate, Failure, Group, Objective, Rung, RunSummary
+from .score_records import read_score_files
 
 
 def read_summary(run_dir: RunDir) -> RunSummary:
-    """All that was evaluated so far, rung by rung.
+    """All that was evaluated so far, rung by rung, and the scores of heads.
 
-    Raises ConfigError where the directory is no run, or has no evaluated candidate yet.
+    Raises ConfigError where the directory is no run, has neither of them yet, or holds damaged files.
     """
     config = run_dir.load_config()
     rungs, failures = _read_rungs(run_dir, config)
-    if not rungs:
-        raise ConfigError(f"{run_dir.path}: no candidate has been evaluated yet")
+    scores = read_score_files(run_dir)
+    if not rungs and not scores:
+        raise ConfigError(
+            f"{run_dir.path}: no candidate has been evaluated yet, and no heads are scored"
+        )
     has_stages = (run_dir / "stages.json").exists()
     stages = run_dir.read_json("stages.json")["stages"] if has_stages else []
     return RunSummary(
@@ -34,6 +38,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         rungs=tuple(rungs),
         failures=tuple(failures),
         stages=tuple(stages),
+        scores=scores,
     )
 
 

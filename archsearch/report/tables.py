@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .records import (
+    MAIN_METRICS,
     METHOD_TITLES,
     Candidate,
     Objective,
@@ -14,6 +15,9 @@ from .records import (
     bytes_text,
     quantity,
 )
+
+WIDEST = 8
+"""Most metrics that a table shows without leaving some to a second one."""
 
 
 @dataclass(frozen=True)
@@ -62,48 +66,40 @@ def _volume(rung: Rung, key: str) -> str:
 
 
 def share_table(summary: RunSummary, rung: Rung) -> Table:
-    """Each seed method beside the best found map of at most the same FA share."""
-    return _comparison(
-        summary,
-        rung,
-        f"Best found beside the seeds at each share of full-attention heads, {after(rung)}",
-        "fa_share",
-        lambda value: f"{value:.1%}",
-    )
-
-
-def _comparison(
-    summary: RunSummary, rung: Rung, title: str, cost: str, text: Callable[[float], str]
-) -> Table:
-    objective = summary.quality
-    scored = [c for c in rung.candidates if cost in c.metrics and objective.metric in c.metrics]
+    """Each seed method beside the best found maps of at most the same FA share: a column a share."""
+    objective, cost = summary.quality, "fa_share"
+    scored = [c for c in rung.candidates if {cost, objective.metric} <= c.metrics.keys()]
     seeds = [c for c in scored if c.group == "seed" and 0 < c.head_map.fa_share < 1]
-    methods = [m for m in METHOD_TITLES if any(m in (c.method, *c.also) for c in seeds)]
-    extra = [g for g in ("random", "search") if any(c.group == g for c in scored)]
-    rows: list[tuple[str, ...]] = []
-    strong: set[tuple[int, int]] = set()
-    for limit in _levels(c.metrics[cost] for c in seeds):
-        cells: list[Candidate | None] = [
-            _best(
-                (c for c in seeds if m in (c.method, *c.also) and _same(c, cost, limit)), objective
-            )
-            for m in methods
-        ]
-        for group in extra:
-            within = (c for c in scored if c.group == group and c.metrics[cost] <= limit + 1e-9)
-            cells.append(_best(within, objective))
-        winner = _best((c for c in cells if c is not None), objective)
-        for column, cell in enumerate(cells):
-            if cell is not None and cell is winner:
-                strong.add((len(rows), column + 1))
-        rows.append((text(limit), *(_cell(c, objective.metric) for c in cells)))
-    titles = {"random": "random control, best", "search": "search, best"}
-    columns = (cost, *(METHOD_TITLES[m] for m in methods), *(titles[g] for g in extra))
-    note = (
+    levels = _levels(c.metrics[cost] for c in seeds)
+    lines: dict[str, list[Candidate | None]] = {}
+    for method, title in METHOD_TITLES.items():
+        own = [c for c in seeds if method in (c.method, *c.also)]
+        if own:
+            lines[title] = [_best((c for c in own if _same(c, cost, s)), objective) for s in levels]
+    for group, title in {"random": "random control, best", "search": "search, best"}.items():
+        own = [c for c in scored if c.group == group]
+        if own and levels:
+            within = [[c for c in own if c.metrics[cost] <= share + 1e-9] for share in levels]
+            lines[title] = [_best(found, objective) for found in within]
+    winners = [
+        _best(filter(None, column), objective) for column in zip(*lines.values(), strict=True)
+    ]
+    strong = {
+        (row, column + 1)
+        for row, line in enumerate(lines.values())
+        for column, (c, winner) in enumerate(zip(line, winners, strict=True))
+        if c is not None and c is winner
+    }
+    return Table(
+        f"Best found beside the seeds at each share of full-attention heads, {after(rung)}",
+        (cost, *(f"{share:.1%}" for share in levels)),
+        tuple(
+            (title, *(_cell(c, objective.metric) for c in line)) for title, line in lines.items()
+        ),
         f"{objective.metric} ({'smaller' if objective.minimize else 'larger'} is better) and the cache; "
-        "the last columns take the best map of at most that share."
+        "the last rows take the best map of at most that share.",
+        frozenset(strong),
     )
-    return Table(title, columns, tuple(rows), note, frozenset(strong))
 
 
 def _levels(values: Iterable[float]) -> list[float]:
@@ -174,9 +170,31 @@ def cache_table(summary: RunSummary, rung: Rung) -> Table:
     )
 
 
-def candidate_table(candidates: Sequence[Candidate], title: str) -> Table:
-    """All metrics of the given candidates, a row each."""
-    metrics = list(dict.fromkeys(name for c in candidates for name in c.metrics))
+def candidate_tables(
+    candidates: Sequence[Candidate], title: str, objectives: Sequence[Objective]
+) -> list[Table]:
+    """The metrics of the given candidates, a row each: the main ones, and a second table of any others."""
+    main, others = split_metrics(candidates, objectives)
+    tables = [_candidate_table(candidates, title, main)]
+    if others:
+        tables.append(_candidate_table(candidates, f"{title}: other metrics", others))
+    return tables
+
+
+def split_metrics(
+    candidates: Iterable[Candidate], objectives: Sequence[Objective]
+) -> tuple[list[str], list[str]]:
+    """The metrics that these have: those that a table has room for, objectives first, and the others."""
+    found = list(dict.fromkeys(name for c in candidates for name in c.metrics))
+    first = [*(objective.metric for objective in objectives), *MAIN_METRICS]
+    main = [name for name in dict.fromkeys(first) if name in found]
+    others = [name for name in found if name not in main]
+    if len(found) <= WIDEST:
+        return [*main, *others], []
+    return main, others
+
+
+def _candidate_table(candidates: Sequence[Candidate], title: str, metrics: Sequence[str]) -> Table:
     rows = tuple(
         (
             str(c.candidate),

@@ -1,160 +1,133 @@
-"""From the effects of single heads to one score a head, and the scores file.
+"""From the effects of single heads on pairs to one score a head (HydraHead, arXiv 2606.20097, Eq. 11-12).
 
-Legend: S sub-probes, P clean/corrupt pairs a sub-probe, L layers, H query heads a layer.
+Legend: P pairs of a sub-probe, B sub-probes, L layers, X query heads or KV groups of a layer.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..rundir import replacing
-
-SCHEMA = 1
-
-Rows = list[list[float]]
-"""A number a head as [layers][heads]."""
-
-_LOG = logging.getLogger(__name__)
+from .head_scores import Capability, HeadScores, rows_of
 
 
 @dataclass(frozen=True)
-class Capability:
-    """The evidence on one capability: mean receiver effect, sender effect where measured, consistency."""
+class Evidence:
+    """The effects on one sub-probe's pairs, [P, L, X] each; senders on fewer pairs, or None where not measured."""
 
-    recv: Rows
-    send: Rows | None
-    consistency: Rows
+    recv: Tensor
+    send: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class HeadScores:
-    """One score a head (higher: needs full attention more) and what it was made from.
+class Summary:
+    """One capability: means over sub-probes, their standard errors, consistency and score, [L, X] each."""
 
-    spread is the standard error of the composite over the pairs, in the composite's unit.
+    recv: Tensor
+    send: Tensor | None
+    recv_spread: Tensor
+    send_spread: Tensor | None
+    consistency: Tensor
+    score: Tensor
+    spread: Tensor
+
+
+def summarise(probes: Sequence[Evidence], threshold: float) -> Summary:
+    """s_c = max(recv, send) * k_c of one capability.
+
+    recv and send are means over the sub-probes' means, k_c is the share of sub-probes in which the larger of the
+    two exceeds threshold. Raises ValueError without sub-probes, or for one without pairs.
     """
-
-    method: str
-    composite: Rows
-    spread: Rows
-    capabilities: dict[str, Capability] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        tables: dict[str, Rows | None] = {"composite": self.composite, "spread": self.spread}
-        for name, capability in self.capabilities.items():
-            tables |= {f"{name}.{key}": rows for key, rows in vars(capability).items()}
-        for name, rows in tables.items():
-            if rows is not None:
-                _check_rows(name, rows, len(self.composite), len(self.composite[0]))
-
-    @classmethod
-    def plain(cls, method: str, scores_LH: Tensor) -> HeadScores:
-        """Scores that no capability stands behind, such as single-replacement KL. Spread is zero."""
-        return cls(method, _rows(scores_LH), _rows(torch.zeros_like(scores_LH)))
-
-    def to_json(self) -> dict[str, Any]:
-        """The scores as plain JSON data, with their schema number."""
-        return {
-            "schema": SCHEMA,
-            "method": self.method,
-            "capabilities": {name: dict(vars(value)) for name, value in self.capabilities.items()},
-            "composite": self.composite,
-            "spread": self.spread,
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> HeadScores:
-        """Reads to_json's form. Raises ValueError on another schema or malformed data."""
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        if found != SCHEMA:
-            raise ValueError(f"scores: schema {found!r} is not {SCHEMA}")
-        try:
-            capabilities = {
-                name: Capability(**value) for name, value in data["capabilities"].items()
-            }
-            return cls(data["method"], data["composite"], data["spread"], capabilities)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"scores: malformed ({error})") from error
-
-    def save(self, path: Path) -> None:
-        """Writes scores.json; a reader sees the old file or the whole new one."""
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> HeadScores:
-        """Reads a file written by save. Raises ValueError where it is none."""
-        return cls.from_json(json.loads(path.read_text()))
-
-
-def composite(
-    effects: Mapping[str, Tensor], *, threshold: float, method: str = "causal"
-) -> HeadScores:
-    """Composite score of every head (HydraHead, arXiv 2606.20097, Eq. 11-12).
-
-    effects: for each capability, the receiver effects of its pairs, [S, P, L, H]; or [P, L, H], and then
-    every pair is a sub-probe of its own. Rows of NaN are pairs that say nothing and are left out.
-    s_c = max(recv, send) * k_c with k_c the share of sub-probes whose mean effect exceeds threshold;
-    min-max per capability; mean over capabilities. Raises ValueError where there is no capability.
-    """
-    if not effects:
-        raise ValueError("scores: no capability to score heads by")
-    capabilities: dict[str, Capability] = {}
-    parts, errors = [], []
-    for name, raw in effects.items():
-        recv_LH, consistency_LH, error_LH = _summarise(name, raw, threshold)
-        capabilities[name] = Capability(_rows(recv_LH), None, _rows(consistency_LH))
-        score_LH = recv_LH * consistency_LH
-        width = float(score_LH.max() - score_LH.min())
-        scale = 1 / width if width > 0 else 0.0
-        parts.append((score_LH - score_LH.min()) * scale)
-        errors.append(error_LH * consistency_LH * scale)
-    spread_LH = torch.stack(errors).square().sum(0).sqrt() / len(errors)
-    return HeadScores(method, _rows(torch.stack(parts).mean(0)), _rows(spread_LH), capabilities)
-
-
-def _summarise(name: str, raw: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean effect, consistency and standard error of the mean, each [L, H], of one capability."""
-    effects_SPLH = raw.double().cpu()
-    if effects_SPLH.ndim == 3:
-        effects_SPLH = effects_SPLH.unsqueeze(1)
-    if effects_SPLH.ndim != 4:
-        raise ValueError(f"scores: effects of {name} have shape {tuple(raw.shape)}")
-    usable_SP = effects_SPLH.isfinite().all(-1).all(-1)
-    if not usable_SP.any():
-        _LOG.warning("scores: no pair of %s is usable; its heads all score 0", name)
-        zero_LH = effects_SPLH.new_zeros(effects_SPLH.shape[2:])
-        return zero_LH, zero_LH, zero_LH
-    pairs_NLH = effects_SPLH[usable_SP]
-    probes_SLH = torch.stack(
-        [
-            probe[usable].mean(0)
-            for probe, usable in zip(effects_SPLH, usable_SP, strict=True)
-            if usable.any()
-        ]
+    if not probes or any(len(probe.recv) == 0 for probe in probes):
+        raise ValueError("scores: a capability without pairs")
+    recv_BLX = torch.stack([probe.recv.double().mean(0) for probe in probes])
+    measured = [probe.send.double() for probe in probes if probe.send is not None]
+    measured = [send for send in measured if len(send)]
+    send_LX = torch.stack([send.mean(0) for send in measured]).mean(0) if measured else None
+    larger_BLX = torch.stack([_larger(probe) for probe in probes])
+    consistency_LX = (larger_BLX > threshold).double().mean(0)
+    recv_LX, recv_spread_LX = recv_BLX.mean(0), _error([p.recv for p in probes])
+    send_spread_LX = _error(measured) if measured else None
+    best_LX, spread_LX = recv_LX, recv_spread_LX
+    if send_LX is not None and send_spread_LX is not None:
+        best_LX = torch.maximum(recv_LX, send_LX)
+        spread_LX = torch.where(send_LX > recv_LX, send_spread_LX, recv_spread_LX)
+    return Summary(
+        recv_LX,
+        send_LX,
+        recv_spread_LX,
+        send_spread_LX,
+        consistency_LX,
+        best_LX * consistency_LX,
+        spread_LX * consistency_LX,
     )
-    count = len(pairs_NLH)
-    error_LH = pairs_NLH.std(0, correction=min(1, count - 1)) / math.sqrt(count)
-    return probes_SLH.mean(0), (probes_SLH > threshold).double().mean(0), error_LH
 
 
-def _rows(values_LH: Tensor) -> Rows:
-    """[L, H] as nested lists, rounded to 9 significant digits so that files stay small."""
-    return [[float(f"{value:.9g}") for value in row] for row in values_LH.tolist()]
+def composite(summaries: Sequence[Summary]) -> tuple[Tensor, Tensor]:
+    """Score and its standard error, [L, X]: min-max per capability, then the mean over capabilities.
+
+    Raises ValueError where there is no capability.
+    """
+    if not summaries:
+        raise ValueError("scores: no capability to score heads by")
+    parts, errors = [], []
+    for summary in summaries:
+        low, width = summary.score.min(), summary.score.max() - summary.score.min()
+        scale = 1 / float(width) if width > 0 else 0.0
+        parts.append((summary.score - low) * scale)
+        errors.append(summary.spread * scale)
+    return torch.stack(parts).mean(0), torch.stack(errors).square().sum(0).sqrt() / len(errors)
 
 
-def _check_rows(name: str, rows: Any, num_layers: int, num_heads: int) -> None:
-    is_table = isinstance(rows, Sequence) and len(rows) == num_layers
-    if not is_table or any(len(row) != num_heads for row in rows):
-        raise ValueError(f"scores: {name} is not {num_layers} x {num_heads}")
-    for value in (value for row in rows for value in row):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"scores: {name} holds {value!r}, which is no finite number")
+def head_scores(
+    method: str,
+    heads: Mapping[str, Mapping[str, Evidence]],
+    groups: Mapping[str, Mapping[str, Evidence]],
+    threshold: float,
+    counts: Mapping[str, dict[str, dict[str, int]]],
+) -> HeadScores:
+    """HeadScores of effects by capability and sub-probe, of heads and of whole KV groups; counts: pairs kept, drawn."""
+    summaries = {
+        name: summarise(list(probes.values()), threshold) for name, probes in heads.items()
+    }
+    whole = [summarise(list(probes.values()), threshold) for probes in groups.values()]
+    score_LH, spread_LH = composite(list(summaries.values()))
+    capabilities = {name: _capability(s, counts.get(name, {})) for name, s in summaries.items()}
+    return HeadScores(
+        method, rows_of(score_LH), rows_of(spread_LH), rows_of(composite(whole)[0]), capabilities
+    )
+
+
+def _larger(probe: Evidence) -> Tensor:
+    recv_LX = probe.recv.double().mean(0)
+    if probe.send is None or len(probe.send) == 0:
+        return recv_LX
+    return torch.maximum(recv_LX, probe.send.double().mean(0))
+
+
+def _error(effects: Sequence[Tensor]) -> Tensor:
+    """Standard error of the mean of sub-probe means; pairs of a sub-probe with a single pair share the others'."""
+    variances_BLX = torch.stack([_variance(each.double(), effects) for each in effects])
+    return variances_BLX.sum(0).sqrt() / len(effects)
+
+
+def _variance(effects_PLX: Tensor, all_effects: Sequence[Tensor]) -> Tensor:
+    if len(effects_PLX) > 1:
+        return effects_PLX.var(0) / len(effects_PLX)
+    pooled = torch.cat([each.double() for each in all_effects])
+    return pooled.var(0, correction=min(1, len(pooled) - 1))
+
+
+def _capability(summary: Summary, probes: dict[str, dict[str, int]]) -> Capability:
+    return Capability(
+        recv=rows_of(summary.recv),
+        send=None if summary.send is None else rows_of(summary.send),
+        consistency=rows_of(summary.consistency),
+        score=rows_of(summary.score),
+        recv_spread=rows_of(summary.recv_spread),
+        send_spread=None if summary.send_spread is None else rows_of(summary.send_spread),
+        probes=probes,
+    )

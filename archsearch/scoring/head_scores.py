@@ -110,7 +110,8 @@ class HeadScores:
 
 def groups_of(scores_LH: Tensor, num_kv_heads: int) -> Tensor:
     """The largest score among the heads of each KV group, [L, G]: for methods that do not measure whole groups."""
-    return scores_LH.unflatten(-1, (num_kv_heads, -1)).amax(-1)
+    groups_LG: Tensor = scores_LH.unflatten(-1, (num_kv_heads, -1)).amax(-1)  # type: ignore[no-untyped-call]
+    return groups_LG
 
 
 def rows_of(values: Tensor) -> Rows:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import get_args
 
-from ..config import RunConfig
+from ..config import RunConfig, ScoreMethod, SearchConfig
 from ..execution.base import Executor
 from ..execution.choice import open_executor
 from ..headmap import HeadMap, ModelShape
@@ -16,11 +17,11 @@ from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
 from .rung import Job, Rung, Say
 from .samplers import derive_seed, quiet_optuna
-from .seeds import Seed, Table, seed_maps
-from .space import RankedSpace, check_constraints, random_map
+from .seeds import ScoreTables, Seed, needed_by_seeds, seed_maps
+from .space import SPACE_SCORES, RankedSpace, check_constraints, random_map
 from .study import RungStudy, open_storage, open_study, study_name
 
-__all__ = ["SearchOutcome", "run_search"]
+__all__ = ["SearchOutcome", "needed_scores", "run_search"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def run_search(
     config: RunConfig,
     run_dir: RunDir,
     shape: ModelShape,
-    scores: Mapping[str, Table],
+    scores: Mapping[str, ScoreTables],
     progress: Progress = ignore_progress,
     *,
     say: Say = _log.info,
@@ -37,8 +38,7 @@ def run_search(
 ) -> SearchOutcome:
     """Evaluates the candidates of every rung and writes pareto.json, trials.json and the front's maps.
 
-    Goes on from where an earlier call was stopped. scores holds `causal` and `replacement_kl` as
-    [layers][heads]. make_executor starts the executor; the config's, with real workers, where it is None.
+    Goes on from where an earlier call was stopped. scores holds the tables of needed_scores. make_executor starts the executor; the config's, with real workers, where it is None.
     Raises ConfigError on constraints that nothing meets, EnvironmentFault where workers or storage fail.
     """
     quiet_optuna()
@@ -51,6 +51,12 @@ def run_search(
         executor.shutdown()
     write_outcome(run_dir, outcome)
     return outcome
+
+
+def needed_scores(config: SearchConfig) -> list[ScoreMethod]:
+    """The scores that a search reads, for its seeds and for its space, in the order of ScoreMethod."""
+    needed = needed_by_seeds(config.seeds) | {*SPACE_SCORES}
+    return [method for method in get_args(ScoreMethod) if method in needed]
 
 
 def _real_executor(config: RunConfig, run_dir: RunDir) -> Executor:
@@ -71,7 +77,7 @@ class _Search:
         config: RunConfig,
         run_dir: RunDir,
         shape: ModelShape,
-        scores: Mapping[str, Table],
+        scores: Mapping[str, ScoreTables],
         progress: Progress,
         say: Say,
     ) -> None:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ..config import GeneralKind, Metric, ProbeConfig
 from .front import CONTROL
 
 TrialStatus = Literal["ok", "failed", "pruned"]
+
+WITHOUT_PROMPTS: tuple[Metric, ...] = ("kl", "top1_agreement", "fa_share", "cache_bytes")
+"""Metrics that a trial has whatever its prompts."""
+
+
+def measured_metrics(probes: ProbeConfig) -> list[Metric]:
+    """The metrics of a trial with these prompts, in the order of Metric."""
+    names = {name for kind in probes.kinds for name in (kind, f"niah_{kind}")}
+    if names & set(get_args(GeneralKind)):
+        names.add("general")
+    found = {*WITHOUT_PROMPTS, *(f"{name}_{what}" for name in names for what in ("nll", "match"))}
+    return [metric for metric in get_args(Metric) if metric in found]
 
 
 @dataclass(frozen=True)

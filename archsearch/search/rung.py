@@ -15,12 +15,12 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from ..config import Metric, RunConfig
+from ..config import RunConfig
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY, Executor, Outcome
 from ..headmap import HeadMap
 from ..rundir import RunDir
 from .front import SEARCH
-from .records import TrialResult, TrialSpec, trained_path
+from .records import TrialResult, TrialSpec, measured_metrics, trained_path
 from .samplers import admit, derive_seed, distributions, make_sampler, record_violations
 from .space import Point, RankedSpace, violation
 from .study import INTERRUPTED, ORPHANED, RungStudy, describe_trials, head_map_text
@@ -28,7 +28,6 @@ from .study import INTERRUPTED, ORPHANED, RungStudy, describe_trials, head_map_t
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-METRICS: tuple[str, ...] = Metric.__args__  # type: ignore[attr-defined]
 _UNCOUNTED = (ORPHANED, INTERRUPTED)
 _MEMORY = (HOST_MEMORY, DEVICE_MEMORY)
 
@@ -76,6 +75,7 @@ class Rung:
         self._config, self._run_dir, self._records = config, run_dir, records
         self._executor, self._space = executor, space
         self._rung, self._tokens = rung, config.search.proxy_tokens[rung]
+        self._metrics = tuple(measured_metrics(config.probes))
         self._jobs = {job.candidate: job for job in jobs}
         self._finished, self._say = finished, say
         self._todo: deque[Job] = deque()
@@ -217,7 +217,7 @@ class Rung:
             method=job.method,
             rung=self._rung,
             retry_of=job.retry_of,
-            metrics=METRICS,
+            metrics=self._metrics,
         )
         return replace(spec, parent=self._parent(spec))
 
@@ -231,7 +231,7 @@ class Rung:
 
     def _finish(self, outcome: Outcome) -> None:
         trial, job = self._open.pop(outcome.task_id)
-        verdict = judge(outcome)
+        verdict = judge(outcome, self._metrics)
         if isinstance(outcome.result, TrialResult):
             trial.set_user_attr("seconds", outcome.result.seconds)
             trial.set_user_attr("tokens", outcome.result.tokens)
@@ -272,8 +272,8 @@ class Rung:
             self._finished()
 
 
-def judge(outcome: Outcome) -> Verdict:
-    """Whether an outcome holds every metric as a finite number, and if not, why."""
+def judge(outcome: Outcome, wanted: Sequence[str]) -> Verdict:
+    """Whether an outcome holds every metric that is wanted as a finite number, and if not, why."""
     result = outcome.result
     if outcome.error is not None:
         return Verdict({}, outcome.error, retryable=True)
@@ -284,7 +284,7 @@ def judge(outcome: Outcome) -> Verdict:
         # The same weights and seed give the same NaN: another try is no help.
         retryable = result.status == "failed" and not reason.startswith("non-finite")
         return Verdict({}, reason, retryable, pruned=result.status == "pruned")
-    missing = [name for name in METRICS if name not in result.metrics]
+    missing = [name for name in wanted if name not in result.metrics]
     if missing:
         return Verdict({}, f"the worker left out {', '.join(missing)}")
     metrics = {name: float(value) for name, value in result.metrics.items()}

@@ -13,22 +13,23 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
-from ..config import ConstraintConfig, CostConfig
+from ..config import ConstraintConfig, CostConfig, ScoreMethod
 from ..cost import cache_bytes
 from ..errors import ConfigError
 from ..headmap import Head, HeadMap, ModelShape, Operator
-from .seeds import Table, ranks, top_heads
+from .seeds import ScoreTables, Table, ranks, top_heads
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "kl": (0, math.inf),
     "top1_agreement": (0, 1),
-    "niah_single_nll": (0, math.inf),
-    "niah_single_match": (0, 1),
-    "niah_multikey_nll": (0, math.inf),
-    "niah_multikey_match": (0, 1),
+    "nll": (0, math.inf),
+    "match": (0, 1),
     "fa_share": (0, 1),
 }
-"""The values that each metric can take; those of cache_bytes depend on the model."""
+"""The values that each metric can take, those of prompts by their last word; those of cache_bytes depend on the model."""
+
+SPACE_SCORES: tuple[ScoreMethod, ScoreMethod] = ("causal", "replacement_kl")
+"""The scores between which a point's mix lies."""
 
 _TILTS = (0.0, -0.5, 0.5)
 _STEPS = (0.0, 0.5, 1.0)
@@ -55,25 +56,23 @@ class Point:
 class RankedSpace:
     """Maps points to head maps for one model and its scores. Deterministic, no torch.
 
-    scores holds `causal` and `replacement_kl` as [layers][heads]. Raises ValueError where one is missing
-    or misshapen.
+    scores holds the tables of SPACE_SCORES. Raises ValueError where one is missing or misshapen.
     """
 
     def __init__(
         self,
         shape: ModelShape,
-        scores: Mapping[str, Table],
+        scores: Mapping[str, ScoreTables],
         constraints: Sequence[ConstraintConfig] = (),
         cost: CostConfig | None = None,
     ) -> None:
         self.shape = shape
         self.cost = cost or CostConfig()
         self.constraints = tuple(constraints)
-        self._causal = self._ranks(scores, "causal")
-        self._damage = self._ranks(scores, "replacement_kl")
+        self._causal, self._damage = (self._ranks(scores, name) for name in SPACE_SCORES)
 
-    def _ranks(self, scores: Mapping[str, Table], name: str) -> dict[Head, float]:
-        table = scores.get(name)
+    def _ranks(self, scores: Mapping[str, ScoreTables], name: str) -> dict[Head, float]:
+        table = scores[name].heads if name in scores else None
         if table is None or [len(row) for row in table] != [self.shape.num_heads] * len(table):
             raise ValueError(f"space: {name} scores are missing or not [layers][heads]")
         if len(table) != self.shape.num_layers:
@@ -178,8 +177,10 @@ def full_head_range(constraints: Sequence[ConstraintConfig], shape: ModelShape) 
     low, high = 0, total
     for bound in constraints:
         if bound.metric == "fa_share":
-            low = max(low, math.ceil((bound.min or 0) * total - 1e-9))
-            high = min(high, math.floor((1 if bound.max is None else bound.max) * total + 1e-9))
+            # Within 0 and 1 first: an infinite bound is none.
+            least, most = max(0.0, bound.min or 0), min(1.0, 1 if bound.max is None else bound.max)
+            low = max(low, math.ceil(least * total - 1e-9))
+            high = min(high, math.floor(most * total + 1e-9))
     return low, high
 
 
@@ -200,9 +201,7 @@ def check_constraints(
             raise ConfigError(f"{field}: min or max is not a number")
         if bound.min is not None and bound.max is not None and bound.min > bound.max:
             raise ConfigError(f"{field}: min {bound.min:g} is above max {bound.max:g}")
-        low, high = (
-            _cache_range(shape, cost) if bound.metric == "cache_bytes" else BOUNDS[bound.metric]
-        )
+        low, high = _range_of(bound.metric, shape, cost)
         if bound.max is not None and bound.max < low:
             raise ConfigError(
                 f"{field}.max: no head map has {bound.metric} {bound.max:.10g} or less; "
@@ -269,6 +268,13 @@ def _check_cache(
         f"search.constraints: no head map with {counts[0]} to {counts[-1]} of {total} FA heads meets every "
         f"bound on cache_bytes; the nearest feasible: {nearest}"
     )
+
+
+def _range_of(metric: str, shape: ModelShape, cost: CostConfig) -> tuple[float, float]:
+    """The values that a metric can take."""
+    if metric == "cache_bytes":
+        return _cache_range(shape, cost)
+    return BOUNDS[metric] if metric in BOUNDS else BOUNDS[metric.rpartition("_")[2]]
 
 
 def _cache_range(shape: ModelShape, cost: CostConfig) -> tuple[float, float]:

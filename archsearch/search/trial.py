@@ -25,7 +25,8 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import RunConfig
 from ..cost import cache_bytes
 from ..data.corpora import training_batches
-from ..data.niah import KINDS, Probe, make_probes, retrieval_rows
+from ..data.niah import Probe, retrieval_rows
+from ..data.tasks import RETRIEVAL_KINDS, make_probes
 from ..errors import EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.retrieval import retrieval
@@ -181,12 +182,13 @@ class TrialWorker:
 
 
 def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
-    """The retrieval prompts of every trial: each kind at each context, disjoint from the scores'."""
+    """The prompts of every trial, disjoint from the scores': retrieval kinds at each context, general ones once."""
     probes = config.probes
     return [
         probe
-        for context in probes.contexts
-        for kind in KINDS
+        for kind in probes.kinds
+        # General prompts have a length of their own.
+        for context in (probes.contexts if kind in RETRIEVAL_KINDS else probes.contexts[:1])
         for probe in make_probes(
             teacher.tokenizer,
             kind,

@@ -11,10 +11,11 @@ import pytest
 
 from archsearch.report.html import html_report, plot_axes
 from archsearch.report.records import Objective
+from archsearch.report.score_records import ScoreFiles
 
-from .runs import made_summary
+from .runs import made_scores, made_summary
 
-VOID = {"meta", "br", "path", "rect"}
+VOID = {"meta", "br", "path", "rect", "wbr"}
 
 
 class Balance(HTMLParser):
@@ -35,7 +36,7 @@ class Balance(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return html_report(made_summary())
+    return html_report(replace(made_summary(), scores=made_scores()))
 
 
 def test_page_is_balanced_and_needs_no_network(page: str) -> None:
@@ -80,3 +81,41 @@ def test_page_without_a_front() -> None:
         rung, candidates=tuple(replace(c, on_front=False) for c in rung.candidates), hypervolume={}
     )
     assert "<h1>" in html_report(replace(summary, rungs=(bare,)))
+
+
+def test_scores_stand_between_the_result_and_the_details(page: str) -> None:
+    order = ["The front", "Head scores", "Highest heads by", "by 2 other methods", "How alike"]
+    places = [page.index(text) for text in [*order, "Metrics of all candidates"]]
+    assert places == sorted(places)
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg" class="scores"') == 3
+
+
+def test_page_of_scores_alone() -> None:
+    page = html_report(replace(made_summary(), rungs=(), scores=made_scores()))
+    assert "no candidate has been evaluated yet" in page
+    assert 'class="scores"' in page
+    assert 'class="pareto"' not in page
+    parser = Balance()
+    parser.feed(page)
+    assert not parser.open
+
+
+def test_page_of_one_other_method_alone() -> None:
+    scores = ScoreFiles(others=made_scores().others[:1])
+    page = html_report(replace(made_summary(), rungs=(), scores=scores))
+    assert "by 1 other method<" in page
+    assert "Highest heads by attribution" in page
+
+
+def test_cards_keep_to_the_main_metrics_and_tell_the_others_on_hover() -> None:
+    summary = made_summary()
+    more = dict.fromkeys(("copying_nll", "copying_match", "labels_nll", "labels_match", "x"), 0.25)
+    rung = summary.last
+    wide = replace(
+        rung,
+        candidates=tuple(replace(c, metrics={**c.metrics, **more}) for c in rung.candidates),
+    )
+    page = html_report(replace(summary, rungs=(wide,)))
+    card = page[page.index('class="card"') :].split("<svg")[0]
+    assert "copying_nll" in card.split("</h3><p ")[1].split(">")[0]
+    assert "copying_nll <b>" not in card

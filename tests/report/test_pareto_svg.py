@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from archsearch.report.pareto_svg import pareto_svg
+from archsearch.report.pareto_svg import HEIGHT, WIDTH, pareto_svg
+from archsearch.report.records import METHOD_TITLES
 
 from .runs import OBJECTIVES, made_rung
 
@@ -44,3 +45,14 @@ def test_one_point_is_enough() -> None:
     svg = pareto_svg(made_rung().candidates[:1], OBJECTIVES[1], OBJECTIVES[0])
     assert len(points(svg)) == 1
     assert "nan" not in svg
+
+
+def test_legend_of_all_methods_stays_inside() -> None:
+    rung = made_rung()
+    methods = [m for m in METHOD_TITLES if m != "random"]
+    candidates = [replace(rung.candidates[0], candidate=i, method=m) for i, m in enumerate(methods)]
+    svg = pareto_svg(candidates, OBJECTIVES[1], OBJECTIVES[0])
+    texts = [e for e in ElementTree.fromstring(svg).iter() if e.text in METHOD_TITLES.values()]
+    assert len(texts) == len(methods)
+    assert all(0 < float(e.get("y", "")) < HEIGHT for e in texts)
+    assert all(float(e.get("x", "")) + 6.7 * len(e.text or "") < WIDTH for e in texts)

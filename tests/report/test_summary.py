@@ -10,6 +10,7 @@ import pytest
 from archsearch.errors import ConfigError
 from archsearch.report.summary import read_summary
 from archsearch.rundir import RunDir
+from tests.report.runs import score_data
 from tests.search.fakes import SHAPE, fake_config, fake_search
 
 
@@ -33,3 +34,14 @@ def test_summary_of_a_run_without_candidates_is_refused(tmp_path: Path) -> None:
         run_dir.freeze_config(fake_config())
         with pytest.raises(ConfigError, match="no candidate has been evaluated yet"):
             read_summary(run_dir)
+
+
+def test_summary_of_scores_alone(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run_dir:
+        run_dir.freeze_config(fake_config())
+        run_dir.write_json("teacher.json", {"schema": 1, "model": asdict(SHAPE)})
+        run_dir.write_json("scores/attribution.json", score_data(SHAPE, "attribution"))
+        summary = read_summary(run_dir)
+    assert not summary.rungs
+    assert summary.scores.causal is None
+    assert [scores.method for scores in summary.scores.others] == ["attribution"]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
+from archsearch.config import Metric
 from archsearch.headmap import HeadMap
 from archsearch.report.markdown import markdown_report, markdown_table
-from archsearch.report.records import quantity
-from archsearch.report.tables import Table, cache_table, hypervolume_table, share_table
+from archsearch.report.records import Objective, Rung, quantity
+from archsearch.report.tables import (
+    Table,
+    cache_table,
+    candidate_tables,
+    hypervolume_table,
+    share_table,
+)
 
-from .runs import SHAPE, made_candidate, made_rung, made_summary
+from .runs import OBJECTIVES, SHAPE, made_candidate, made_rung, made_scores, made_summary
 
 
 def test_share_table_compares_at_most_the_same_share() -> None:
@@ -28,18 +36,51 @@ def test_share_table_compares_at_most_the_same_share() -> None:
         ),
     )
     table = share_table(made_summary(), rung)
-    (row,) = table.rows
-    assert row[0] == "25.0%"
-    assert [cell.split(" ")[0] for cell in row[1:]] == ["0.5", "0.4", "0.3"]
-    assert table.strong == {(0, 3)}
+    assert table.columns == ("fa_share", "25.0%")
+    found = {title: cell.split(" ")[0] for title, cell in table.rows}
+    assert found == {
+        "causal score": "0.5",
+        "evenly spaced layers": "0.4",
+        "search, best": "0.3",
+    }
+    assert table.strong == {(2, 1)}
+
+
+def test_share_table_has_a_column_a_share_and_stresses_the_best_of_each() -> None:
+    heads = SHAPE.heads()
+    few, many = (HeadMap.from_full_heads(SHAPE, heads[:n]) for n in (6, 12))
+    rung = replace(
+        made_rung(),
+        candidates=(
+            made_candidate(1, "causal", "seed", few, 0.5),
+            made_candidate(2, "causal", "seed", many, 0.1),
+            made_candidate(3, "causal_groups", "seed", many, 0.2),
+            made_candidate(4, "search", "search", few, 0.3),
+        ),
+    )
+    table = share_table(made_summary(), rung)
+    assert table.columns == ("fa_share", "50.0%", "25.0%")
+    assert [row[0] for row in table.rows] == [
+        "causal score",
+        "causal, whole KV groups",
+        "search, best",
+    ]
+    assert table.rows[1][2] == "–"
+    assert table.strong == {(0, 1), (2, 2)}
+
+
+def test_share_table_without_seeds_is_empty() -> None:
+    rung = made_rung()
+    found = tuple(c for c in rung.candidates if c.group != "seed")
+    assert not share_table(made_summary(), replace(rung, candidates=found)).rows
 
 
 def test_a_map_that_two_methods_chose_counts_for_both() -> None:
     half = HeadMap.from_full_heads(SHAPE, SHAPE.heads()[:12])
     seed = replace(made_candidate(1, "causal", "seed", half, 0.5), also=("replacement_kl",))
     table = share_table(made_summary(), replace(made_rung(), candidates=(seed,)))
-    assert table.columns[1:] == ("causal score", "single-replacement KL")
-    assert table.rows[0][1] == table.rows[0][2]
+    assert [row[0] for row in table.rows] == ["causal score", "single-replacement KL"]
+    assert table.rows[0][1] == table.rows[1][1]
 
 
 def test_cache_table_never_takes_a_dearer_map() -> None:
@@ -62,6 +103,31 @@ def test_hypervolume_table_without_a_control() -> None:
     assert hypervolume_table(replace(made_summary(), rungs=(rung,))).columns[-1] == "seeds alone"
 
 
+def wide_rung() -> Rung:
+    """Candidates with every metric that a run can have."""
+    rung = made_rung()
+    metrics = dict.fromkeys(get_args(Metric), 0.5)
+    return replace(
+        rung,
+        candidates=tuple(replace(c, metrics={**metrics, **c.metrics}) for c in rung.candidates),
+    )
+
+
+def test_many_metrics_are_split_into_two_tables_that_lose_none() -> None:
+    objectives = (Objective("tracking_nll", minimize=True), *OBJECTIVES)
+    main, others = candidate_tables(wide_rung().candidates, "T", objectives)
+    assert main.columns[2:5] == ("tracking_nll", "kl", "cache_bytes")
+    assert {"general_match", "niah_single_match", "niah_multiquery_match"} <= set(main.columns)
+    assert len(main.columns) <= 13
+    assert sorted((*main.columns[2:], *others.columns[2:])) == sorted(get_args(Metric))
+    assert [row[:2] for row in main.rows] == [row[:2] for row in others.rows]
+
+
+def test_few_metrics_stay_in_one_table_objectives_first() -> None:
+    (table,) = candidate_tables(made_rung().candidates, "T", OBJECTIVES[::-1])
+    assert table.columns[2:] == ("cache_bytes", "kl", "fa_share", "niah_multikey_match")
+
+
 def test_markdown_escapes_bars_and_stresses_winners() -> None:
     text = markdown_table(Table("T", ("a",), (("x|y",), ("z",)), strong=frozenset({(1, 0)})))
     assert "x\\|y" in text
@@ -69,9 +135,16 @@ def test_markdown_escapes_bars_and_stresses_winners() -> None:
 
 
 def test_markdown_report_has_every_part() -> None:
-    text = markdown_report(made_summary())
-    for title in ("Hypervolume", "Front", "Best found", "Failed trials", "Stages"):
+    text = markdown_report(replace(made_summary(), scores=made_scores()))
+    parts = ("Hypervolume", "Front", "Best found", "Failed trials", "Stages")
+    for title in (*parts, "Highest heads by causal score", "Pairs that", "Similarity"):
         assert f"## {title}" in text
+
+
+def test_markdown_report_of_scores_alone() -> None:
+    text = markdown_report(replace(made_summary(), rungs=(), scores=made_scores()))
+    assert "## Highest heads" in text
+    assert "## Front" not in text
 
 
 @pytest.mark.parametrize(

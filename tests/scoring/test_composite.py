@@ -3,84 +3,107 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 
-from archsearch.scoring.composite import HeadScores, composite
+from archsearch.scoring.composite import Evidence, composite, head_scores, summarise
+from archsearch.scoring.head_scores import HeadScores, groups_of
 
 NAN = float("nan")
 
 
-def scores_of(effects: dict[str, list], threshold: float = 0.01) -> HeadScores:
-    return composite(
-        {name: torch.tensor(value) for name, value in effects.items()}, threshold=threshold
+def evidence(recv: list, send: list | None = None) -> Evidence:
+    return Evidence(torch.tensor(recv), None if send is None else torch.tensor(send))
+
+
+def test_consistency_is_the_share_of_sub_probes_whose_mean_is_above_the_threshold() -> None:
+    # The second sub-probe's mean for head 0 is below the threshold, though one of its pairs is above.
+    found = summarise(
+        [evidence([[[0.4, 0.2]], [[0.2, 0.0]]]), evidence([[[0.5, 0.0]], [[-0.5, 0.0]]])], 0.01
     )
+    assert found.consistency.tolist() == [[0.5, 0.5]]
+    assert found.recv[0].tolist() == pytest.approx([0.15, 0.05])
+    assert found.send is None
+    assert found.score[0].tolist() == pytest.approx([0.075, 0.025])
 
 
-def test_consistency_is_the_share_of_pairs_above_the_threshold() -> None:
-    scores = scores_of({"single": [[[0.5, 0.2]], [[0.3, 0.0]], [[0.4, 0.0]], [[0.8, 0.2]]]})
-    capability = scores.capabilities["single"]
-    assert capability.consistency == [[1.0, 0.5]]
-    assert capability.recv[0] == pytest.approx([0.5, 0.1])
-    assert capability.send is None
+def test_sub_probes_weigh_the_same_whatever_their_number_of_pairs() -> None:
+    found = summarise([evidence([[[1.0]]] * 3), evidence([[[0.0]]])], 0.01)
+    assert found.recv.tolist() == [[0.5]]
 
 
-def test_sub_probes_average_their_pairs_first() -> None:
-    # Two sub-probes of two pairs: the second's mean is below the threshold though one pair is above.
-    effects = [[[[0.4, 0.0]], [[0.2, 0.0]]], [[[0.5, 0.0]], [[-0.5, 0.0]]]]
-    assert scores_of({"single": effects}).capabilities["single"].consistency == [[0.5, 0.0]]
+def test_the_larger_of_receiver_and_sender_effect_counts() -> None:
+    first = evidence([[[0.6, 0.0, 0.0]]], [[[0.1, 0.4, 0.005]]])
+    second = evidence([[[0.0, 0.0, 0.0]]], [[[0.0, 0.2, 0.005]]])
+    found = summarise([first, second], 0.01)
+    assert found.consistency.tolist() == [[0.5, 1.0, 0.0]]
+    # max(recv, send) * k: 0.3 * 1/2, 0.3 * 1, 0.005 * 0
+    assert found.score[0].tolist() == pytest.approx([0.15, 0.3, 0.0])
+
+
+def test_senders_may_be_measured_on_some_sub_probes_only() -> None:
+    found = summarise([evidence([[[0.1]]], [[[0.4]]]), evidence([[[0.1]]])], 0.01)
+    assert found.send is not None
+    assert found.send[0].tolist() == pytest.approx([0.4])
 
 
 def test_composite_is_the_mean_of_min_max_scaled_capabilities() -> None:
-    scores = scores_of(
-        {"single": [[[1.0, 0.5, 0.0]]], "multikey": [[[0.02, 0.1, 0.02]]]}, threshold=0.01
-    )
-    assert scores.composite[0] == pytest.approx([0.5, 0.75, 0.0])
+    one = summarise([evidence([[[1.0, 0.5, 0.0]]])], 0.01)
+    other = summarise([evidence([[[0.02, 0.1, 0.02]]])], 0.01)
+    score, _ = composite([one, other])
+    assert score[0].tolist() == pytest.approx([0.5, 0.75, 0.0])
 
 
-def test_pairs_that_say_nothing_are_left_out() -> None:
-    clean = scores_of({"single": [[[0.5, 0.1]], [[0.3, 0.2]]]})
-    assert scores_of({"single": [[[0.5, 0.1]], [[NAN, NAN]], [[0.3, 0.2]]]}) == clean
-
-
-def test_a_capability_without_usable_pairs_scores_zero_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        scores = scores_of({"single": [[[0.5, 0.1]]], "multikey": [[[NAN, NAN]]]})
-    assert scores.composite == [[0.5, 0.0]]
-    assert "no pair of multi" in caplog.text
+def test_a_capability_that_tells_no_head_apart_adds_nothing() -> None:
+    flat = summarise([evidence([[[0.3, 0.3]]])], 0.01)
+    assert composite([flat])[0].tolist() == [[0.0, 0.0]]
 
 
 def test_spread_is_the_standard_error_in_units_of_the_composite() -> None:
-    scores = scores_of({"single": [[[1.0, 0.0]], [[3.0, 0.0]]]})
-    assert scores.spread[0] == pytest.approx([(2**0.5) / (2**0.5) / 2, 0.0])
+    found = summarise([evidence([[[1.0, 0.0]], [[3.0, 0.0]]])], 0.01)
+    # Standard error 1 of a mean of 2 that min-max makes 1.
+    assert composite([found])[1][0].tolist() == pytest.approx([0.5, 0.0])
 
 
-def test_one_pair_has_no_spread() -> None:
-    assert scores_of({"single": [[[0.5, 0.1]]]}).spread == [[0.0, 0.0]]
+def test_single_pairs_borrow_the_variance_of_all() -> None:
+    alone = summarise([evidence([[[0.5, 0.1]]])], 0.01)
+    assert alone.recv_spread.tolist() == [[0.0, 0.0]]
+    two = summarise([evidence([[[1.0]]]), evidence([[[3.0]]])], 0.01)
+    # Each sub-probe's variance is 2, the mean's (2 + 2) / 4.
+    assert two.recv_spread.tolist() == [[1.0]]
 
 
-def test_no_capability_is_an_error() -> None:
+def test_nothing_to_score_by_is_an_error() -> None:
     with pytest.raises(ValueError, match="no capability"):
-        composite({}, threshold=0.01)
+        composite([])
+    with pytest.raises(ValueError, match="without pairs"):
+        summarise([evidence([])], 0.01)
+
+
+def full_scores() -> HeadScores:
+    heads = {"retrieval": {"single": Evidence(torch.rand(3, 4, 6), torch.rand(2, 4, 6))}}
+    groups = {"retrieval": {"single": Evidence(torch.rand(3, 4, 2))}}
+    counts = {"retrieval": {"single": {"kept": 3, "drawn": 5}}}
+    return head_scores("causal", heads, groups, 0.3, counts)
 
 
 def test_scores_survive_the_file(tmp_path: Path) -> None:
-    effects = {"single": torch.rand(3, 4, 5), "multikey": torch.rand(2, 3, 4, 5)}
-    scores = composite(effects, threshold=0.3)
+    scores = full_scores()
     path = tmp_path / "scores.json"
     scores.save(path)
     assert HeadScores.load(path) == scores
     assert [child.name for child in tmp_path.iterdir()] == ["scores.json"]
+    assert scores.capabilities["retrieval"].probes["single"]["drawn"] == 5
+    assert len(scores.groups[0]) == 2
 
 
 def test_plain_scores_survive_json() -> None:
-    scores = HeadScores.plain("replacement_kl", torch.rand(3, 2))
+    values = torch.rand(3, 4)
+    scores = HeadScores.of("replacement_kl", values, groups_of(values, 2))
     assert HeadScores.from_json(json.loads(json.dumps(scores.to_json()))) == scores
+    assert scores.groups[0][1] == pytest.approx(float(values[0, 2:].max()))
 
 
 @pytest.mark.parametrize(
@@ -89,12 +112,13 @@ def test_plain_scores_survive_json() -> None:
         ({"schema": 2}, "schema 2 is not 1"),
         ({"composite": [[0.0], [0.0, 1.0]]}, "is not 2 x 1"),
         ({"composite": [[NAN, 0.0]]}, "no finite number"),
+        ({"groups": [[0.0], [0.0]]}, "is not 1 x 1"),
         ({"spread": [["a", 0.0]]}, "no finite number"),
         ({"capabilities": {"single": {"recv": [[0.0, 0.0]]}}}, "malformed"),
         ({"method": None, "capabilities": None}, "malformed"),
     ],
 )
 def test_a_malformed_file_is_refused(change: dict, message: str) -> None:
-    good = HeadScores.plain("causal", torch.zeros(1, 2)).to_json()
+    good = HeadScores.of("causal", torch.zeros(1, 2), torch.zeros(1, 1)).to_json()
     with pytest.raises(ValueError, match=message):
         HeadScores.from_json(good | change)

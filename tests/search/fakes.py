@@ -18,11 +18,21 @@ from archsearch.rundir import RunDir
 from archsearch.search.driver import run_search
 from archsearch.search.outcome import SearchOutcome
 from archsearch.search.records import TrialResult, TrialSpec, trained_path
+from archsearch.search.seeds import ScoreTables
 
 SHAPE = ModelShape("qwen3", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16)
 CAUSAL = [[(7 * layer + 3 * head) % 11 / 10 for head in range(4)] for layer in range(4)]
 DAMAGE = [[(5 * layer + 9 * head) % 13 / 10 for head in range(4)] for layer in range(4)]
-SCORES = {"causal": CAUSAL, "replacement_kl": DAMAGE}
+
+
+def score_tables(heads: list[list[float]], group_size: int) -> ScoreTables:
+    """Scores whose groups have the largest of their heads'."""
+    starts = range(0, len(heads[0]), group_size)
+    groups = [[max(row[start : start + group_size]) for start in starts] for row in heads]
+    return ScoreTables(heads, groups)
+
+
+SCORES = {"causal": score_tables(CAUSAL, 2), "replacement_kl": score_tables(DAMAGE, 2)}
 
 
 def fake_config(**search: Any) -> RunConfig:

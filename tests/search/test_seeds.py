@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from archsearch.config import SeedConfig, SeedMethod
+from archsearch.config import ScoreMethod, SeedConfig, SeedMethod
+from archsearch.errors import ConfigError
 from archsearch.headmap import ModelShape, Operator
-from archsearch.search.seeds import SELECTORS, UNIFORM, num_full_heads, ranks, seed_maps, top_heads
+from archsearch.rundir import RunDir, score_file
+from archsearch.search.seeds import (
+    SELECTORS,
+    UNIFORM,
+    ScoreTables,
+    needed_by_seeds,
+    num_full_heads,
+    ranks,
+    read_scores,
+    seed_maps,
+    top_heads,
+)
 
 SHAPE = ModelShape("llama", num_layers=6, num_heads=9, num_kv_heads=3, head_dim=8)
 SHARES = (0.5, 0.25, 0.125, 0.03)
 
 
-def draw_table(seed: int, shape: ModelShape = SHAPE) -> list[list[float]]:
+def draw_table(seed: int, width: int = SHAPE.num_heads) -> list[list[float]]:
     rng = random.Random(seed)
-    return [[rng.random() for _ in range(shape.num_heads)] for _ in range(shape.num_layers)]
+    return [[rng.random() for _ in range(width)] for _ in range(SHAPE.num_layers)]
 
 
-SCORES = {"causal": draw_table(1), "replacement_kl": draw_table(2)}
+def tables(heads: list[list[float]], groups: list[list[float]] | None = None) -> ScoreTables:
+    """Scores with groups of their own: those of a group need not follow from its heads'."""
+    return ScoreTables(heads, groups or draw_table(99, SHAPE.num_kv_heads))
 
 
-def seed_of(method: str, share: float, scores: dict[str, list[list[float]]] = SCORES) -> frozenset:
+SCORES = {
+    method: tables(draw_table(number), draw_table(100 + number, SHAPE.num_kv_heads))
+    for number, method in enumerate(get_args(ScoreMethod))
+}
+BY_GROUP = {"duo_gates", *(name for name in SELECTORS if name.endswith("_groups"))}
+BY_LAYER = {"restoration", "even_layers"}
+
+
+def seed_of(method: str, share: float, scores: dict[str, ScoreTables] = SCORES) -> frozenset:
     config = SeedConfig(methods=(method,), fa_shares=(share,))
     [seed] = seed_maps(SHAPE, scores, config, seed=0)
     assert seed.method == method
@@ -35,9 +59,74 @@ def test_every_method_of_the_config_has_a_selector() -> None:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("method", sorted(set(SELECTORS) - {"even_layers"}))
+@pytest.mark.parametrize("method", sorted(set(SELECTORS) - BY_GROUP - BY_LAYER))
 def test_seed_has_exactly_the_asked_number_of_full_heads(method: str, share: float) -> None:
     assert len(seed_of(method, share)) == num_full_heads(SHAPE, share)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.5, 9), (0.25, 5), (0.125, 2), (0.03, 1)])
+@pytest.mark.parametrize("method", sorted(BY_GROUP))
+def test_groups_are_whole_and_the_best(method: str, share: float, count: int) -> None:
+    full = seed_of(method, share)
+    kept = [all(head in full for head in group) for group in SHAPE.groups()]
+    assert len(full) == 3 * sum(kept) == 3 * count  # Whole groups and nothing else.
+    values = [group_value(method, *group[0]) for group in SHAPE.groups()]
+    inside = [value for value, is_kept in zip(values, kept, strict=True) if is_kept]
+    outside = [value for value, is_kept in zip(values, kept, strict=True) if not is_kept]
+    assert min(inside) >= max(outside)
+
+
+def group_value(method: str, layer: int, head: int) -> float:
+    """The group's score, or for a blend of scores its mean place among all groups."""
+    found = []
+    for name in SELECTORS[method].scores:
+        table = SCORES[name].groups
+        own = table[layer][head // 3]
+        below = sum(value < own for row in table for value in row)
+        found.append(float(below) if len(SELECTORS[method].scores) > 1 else own)
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.5, 3), (0.25, 2), (0.125, 1), (0.03, 1)])
+def test_restoration_takes_the_best_layers_whole(share: float, count: int) -> None:
+    full = seed_of("restoration", share)
+    sums = [sum(row) for row in SCORES["restoration"].heads]
+    best = sorted(range(SHAPE.num_layers), key=lambda layer: -sums[layer])[:count]
+    assert full == {(layer, head) for layer in best for head in range(SHAPE.num_heads)}
+
+
+def test_a_seed_needs_the_scores_that_it_is_named_after() -> None:
+    for method in get_args(SeedMethod):
+        needed = needed_by_seeds(SeedConfig(methods=(method,)))
+        if method in ("all_full", "all_gdn", "even_layers", "random"):
+            assert needed == set()
+        elif method.startswith("blend"):
+            assert needed == {"causal", "replacement_kl"}
+        else:
+            assert needed == {method.removesuffix("_groups").removesuffix("_per_layer")}
+
+
+def test_every_method_of_the_config_gives_maps_at_every_share() -> None:
+    config = SeedConfig(methods=get_args(SeedMethod), fa_shares=SHARES)
+    maps = seed_maps(SHAPE, SCORES, config, seed=0)
+    named = [name for seed in maps for name in (seed.method, *seed.also)]
+    for method in get_args(SeedMethod):
+        assert 1 <= named.count(method) <= len(SHARES)
+
+
+def test_scores_are_read_from_the_files_of_a_run(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for method in ("causal", "attribution"):
+        data = {"composite": [[0.5]], "groups": [[0.25]], "method": method}
+        run_dir.write_json(score_file(method), data)
+    assert (tmp_path / "scores/attribution.json").exists()
+    found = read_scores(run_dir, ("causal", "attribution"))
+    assert found == dict.fromkeys(("causal", "attribution"), ScoreTables([[0.5]], [[0.25]]))
+    (tmp_path / "scores.json").write_text(json.dumps({"composite": [[0.5]]}))
+    with pytest.raises(ConfigError, match=r"scores\.json: damaged .*groups"):
+        read_scores(run_dir, ("causal",))
+    with pytest.raises(ConfigError, match=r"duo_gates\.json: missing"):
+        read_scores(run_dir, ("duo_gates",))
 
 
 @pytest.mark.parametrize(("share", "layers"), [(0.5, [1, 3, 5]), (0.25, [1, 4]), (0.03, [3])])
@@ -52,17 +141,17 @@ def test_uniform_methods_ignore_shares() -> None:
     assert [head_map.fa_share for head_map in maps] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("method", ["causal", "replacement_kl"])
+@pytest.mark.parametrize("method", sorted(set(get_args(ScoreMethod)) - BY_GROUP - BY_LAYER))
 def test_ranked_methods_keep_the_highest_scores(method: str) -> None:
-    full = seed_of(method, 0.25)
-    kept = [SCORES[method][layer][head] for layer, head in full]
-    rest = [SCORES[method][layer][head] for layer, head in set(SHAPE.heads()) - full]
+    full, table = seed_of(method, 0.25), SCORES[method].heads
+    kept = [table[layer][head] for layer, head in full]
+    rest = [table[layer][head] for layer, head in set(SHAPE.heads()) - full]
     assert min(kept) > max(rest)
 
 
 def test_causal_per_layer_keeps_a_head_in_each_layer() -> None:
     by_layer = [[float(10 - layer)] * SHAPE.num_heads for layer in range(SHAPE.num_layers)]
-    scores = {"causal": by_layer}
+    scores = {"causal": tables(by_layer)}
     assert {layer for layer, _ in seed_of("causal", 0.25, scores)} == {0, 1}
     full = seed_of("causal_per_layer", 0.25, scores)
     assert {layer for layer, _ in full} == set(range(SHAPE.num_layers))
@@ -71,7 +160,7 @@ def test_causal_per_layer_keeps_a_head_in_each_layer() -> None:
 
 def test_causal_per_layer_with_fewer_heads_than_layers_takes_the_best_layers() -> None:
     table = [[float(layer)] * SHAPE.num_heads for layer in range(SHAPE.num_layers)]
-    assert seed_of("causal_per_layer", 0.03, {"causal": table}) == {(5, 0), (4, 0)}
+    assert seed_of("causal_per_layer", 0.03, {"causal": tables(table)}) == {(5, 0), (4, 0)}
 
 
 def test_blend_of_equal_tables_is_the_table() -> None:
@@ -80,8 +169,14 @@ def test_blend_of_equal_tables_is_the_table() -> None:
 
 
 def test_blend_is_blind_to_the_scale_of_a_table() -> None:
-    scaled = [[1e6 * value**3 for value in row] for row in SCORES["replacement_kl"]]
-    assert seed_of("blend", 0.25) == seed_of("blend", 0.25, SCORES | {"replacement_kl": scaled})
+    damage = SCORES["replacement_kl"]
+    heads, groups = (
+        [[1e6 * value**3 for value in row] for row in table]
+        for table in (damage.heads, damage.groups)
+    )
+    scores = SCORES | {"replacement_kl": ScoreTables(heads, groups)}
+    for method in ("blend", "blend_groups"):
+        assert seed_of(method, 0.25) == seed_of(method, 0.25, scores)
 
 
 def test_random_depends_on_seed_and_nothing_else() -> None:
@@ -106,11 +201,12 @@ def test_maps_use_full_attention_and_gdn_only() -> None:
     ("scores", "message"),
     [
         ({}, "no causal scores"),
-        ({"causal": [[0.0] * 9] * 5}, "not 6 x 9"),
-        ({"causal": [[float("nan")] * 9] * 6}, "not finite"),
+        ({"causal": tables([[0.0] * 9] * 5)}, "not 6 x 9"),
+        ({"causal": tables([[0.0] * 9] * 6, [[0.0] * 9] * 6)}, "group scores are not 6 x 3"),
+        ({"causal": tables([[float("nan")] * 9] * 6)}, "not finite"),
     ],
 )
-def test_unusable_scores_are_refused(scores: dict[str, list[list[float]]], message: str) -> None:
+def test_unusable_scores_are_refused(scores: dict[str, ScoreTables], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         seed_maps(SHAPE, scores, SeedConfig(methods=("causal",)), seed=0)
 

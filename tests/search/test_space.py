@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import get_args
 
 import pytest
 
-from archsearch.config import ConstraintConfig, CostConfig, SeedConfig
+from archsearch.config import ConstraintConfig, CostConfig, Metric, SeedConfig
 from archsearch.cost import cache_bytes
 from archsearch.errors import ConfigError
 from archsearch.headmap import HeadMap, ModelShape, Operator
@@ -19,7 +20,7 @@ from archsearch.search.space import (
     check_constraints,
     random_map,
 )
-from tests.search.fakes import SCORES, SHAPE
+from tests.search.fakes import SCORES, SHAPE, score_tables
 
 SPACE = RankedSpace(SHAPE, SCORES)
 COST = CostConfig(context=1024)
@@ -49,7 +50,7 @@ def test_full_grouping_takes_whole_kv_groups() -> None:
 
 
 def test_grouping_by_equal_scores_does_not_interleave_groups() -> None:
-    zero = [[0.0] * 4 for _ in range(4)]
+    zero = score_tables([[0.0] * 4 for _ in range(4)], 2)
     space = RankedSpace(SHAPE, {"causal": zero, "replacement_kl": zero})
     head_map = space.decode(Point(4, 0.5, 0.0, 1.0))
     assert sum(len(head_map.kv_heads(layer, Operator.FULL)) for layer in range(4)) == 2
@@ -63,7 +64,8 @@ def test_tilt_moves_heads_to_later_or_earlier_layers() -> None:
 
 def test_one_layer_and_one_head() -> None:
     shape = ModelShape("llama", 1, 1, 1, 8)
-    space = RankedSpace(shape, {"causal": [[1.0]], "replacement_kl": [[1.0]]})
+    one = score_tables([[1.0]], 1)
+    space = RankedSpace(shape, {"causal": one, "replacement_kl": one})
     assert space.decode(Point(1, 0.5, 1.0, 1.0)).layers == ("F",)
     assert space.encode(HeadMap.uniform(shape, Operator.GDN)).fa_heads == 0
 
@@ -117,9 +119,8 @@ def test_bounds_together_are_refused_just_where_no_map_meets_them() -> None:
             ConstraintConfig(metric="cache_bytes", max=max(values[0], low + rng.choice((0, 200)))),
             ConstraintConfig(metric="fa_share", min=share, max=share + 1 / 8),
         ]
-        space = RankedSpace(
-            shape, {"causal": [[0.0] * 4] * 2, "replacement_kl": [[0.0] * 4] * 2}, bounds, cost
-        )
+        zero = score_tables([[0.0] * 4] * 2, 2)
+        space = RankedSpace(shape, {"causal": zero, "replacement_kl": zero}, bounds, cost)
         if any(space.affordable(m) for m in maps):
             check_constraints(bounds, shape, cost)
             continue
@@ -175,6 +176,8 @@ def test_the_feasible_range_of_cache_bytes_is_exact() -> None:
         ({"metric": "kl", "max": -1}, "max: no head map has kl -1 or less; the smallest"),
         ({"metric": "fa_share", "min": 2}, "min: no head map has fa_share 2 or more; the largest"),
         ({"metric": "kl", "min": 2, "max": 1}, "min 2 is above max 1"),
+        ({"metric": "general_nll", "max": -1}, "no head map has general_nll -1 or less"),
+        ({"metric": "niah_multivalue_match", "min": 2}, "the largest feasible value is 1"),
     ],
 )
 def test_impossible_constraints_are_named(bound: dict[str, float], message: str) -> None:
@@ -182,6 +185,14 @@ def test_impossible_constraints_are_named(bound: dict[str, float], message: str)
         check_constraints([ConstraintConfig.model_validate(bound)], SHAPE, COST)
 
 
+@pytest.mark.parametrize("metric", get_args(Metric))
+def test_every_metric_has_a_range(metric: str) -> None:
+    bound = ConstraintConfig.model_validate({"metric": metric, "min": -math.inf, "max": math.inf})
+    check_constraints([bound], SHAPE, COST)
+
+
 def test_misshapen_scores_are_refused() -> None:
-    with pytest.raises(ValueError, match="causal scores"):
-        RankedSpace(SHAPE, {"causal": [[1.0]], "replacement_kl": [[1.0]]})
+    one = score_tables([[1.0]], 1)
+    for scores in ({}, {"causal": one, "replacement_kl": one}):
+        with pytest.raises(ValueError, match="causal scores"):
+            RankedSpace(SHAPE, scores)

@@ -1,0 +1,115 @@
+"""What a run takes of host memory, GPU memory and disk, estimated from sizes alone.
+
+Legend: HD is num_heads * head_dim, the width of all head outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import RunConfig
+from .evaluation.divergence import LOGIT_BYTES
+from .models.teacher import TeacherInfo
+from .search.trial import EVALUATION_TOKENS
+
+TRAIN = "train"
+"""The value of supernet.source that trains a supernet in the run."""
+
+MIB, GIB = 1024**2, 1024**3
+PROCESS_BYTES = {"cpu": 600 * MIB, "cuda": 2 * GIB}
+"""Host memory of Python with torch and transformers loaded, by the teacher's device."""
+CONTEXT_BYTES = 600 * MIB
+"""GPU memory of one process before it holds anything."""
+LOGIT_COPIES = 3
+"""Chunks of fp32 logits that are alive at once."""
+EVALUATED_BYTES = 140
+"""Bytes a token and number of HD that a forward of an all-GDN model takes (142 measured, SmolLM2's layers)."""
+TRAINED_BYTES = 90
+"""The same for each layer of a candidate in distillation, half of whose heads are twins: all twins take twice that
+(180 measured, SmolLM2's layers), full attention hardly any."""
+ALIGNED_BYTES = 2 * TRAINED_BYTES
+"""The same in the alignment, which holds the graph of one layer at a time."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at the peak of a run. gpu is over all processes and GPUs together; 0 on a CPU."""
+
+    host: int
+    gpu: int
+    disk: int
+
+
+def footprint(config: RunConfig, info: TeacherInfo, device: str) -> Footprint:
+    """What the run takes; device is "cpu" or "cuda"."""
+    workers = config.execution.workers if config.execution.executor == "ray" else 0
+    # Stages before the search run in this process, which lets go of its models before the workers come.
+    model = max(_scoring_bytes(config, info), (workers or 1) * worker_bytes(config, info, device))
+    processes = (1 + workers + (1 if workers else 0)) * PROCESS_BYTES[device]
+    disk = _disk_bytes(config, info)
+    if device == "cpu":
+        return Footprint(model + processes, 0, disk)
+    # Weights pass through host memory on their way.
+    loading = (workers or 1) * 2 * teacher_bytes(config, info)
+    return Footprint(processes + loading, model + (workers + 1) * CONTEXT_BYTES, disk)
+
+
+def worker_bytes(config: RunConfig, info: TeacherInfo, device: str) -> int:
+    """What a trial worker holds: teacher, twins, and a candidate's evaluation or distillation, whichever is more."""
+    data, width = config.data, _width(info)
+    heldout = data.heldout_sequences * data.sequence_length
+    # Beside the head in fp32, the reference is the teacher's hidden states and the rows that it expects.
+    reference = heldout * info.hidden_size * (4 + _element_bytes(config))
+    head = 4 * info.vocab_size * info.hidden_size
+    evaluation = EVALUATION_TOKENS[device] * width * EVALUATED_BYTES
+    evaluation += LOGIT_COPIES * LOGIT_BYTES[device]
+    distillation = 0
+    if max(config.search.proxy_tokens):
+        # fp32 weights, gradients and two moments.
+        distillation = 4 * 4 * _twin_parameters(info)
+        graph = info.shape.num_layers * width * TRAINED_BYTES
+        distillation += max(data.sequence_length, config.distill.batch_tokens) * graph
+    held = teacher_bytes(config, info) + 4 * _twin_parameters(info) + reference + head
+    return held + max(evaluation, distillation)
+
+
+def teacher_bytes(config: RunConfig, info: TeacherInfo) -> int:
+    """The teacher's weights."""
+    return info.num_parameters * _element_bytes(config)
+
+
+def _scoring_bytes(config: RunConfig, info: TeacherInfo) -> int:
+    """The larger of alignment and scores, beside a process's own."""
+    twins = 4 * _twin_parameters(info)
+    held = teacher_bytes(config, info) + twins
+    aligning = 0
+    if config.supernet.source == TRAIN:
+        aligning = 3 * twins + config.supernet.batch_tokens * _width(info) * ALIGNED_BYTES
+    scoring = config.scoring
+    # One layer's heads and groups, each swapped alone, is the most that is ever run at once.
+    swaps = info.shape.num_heads + info.shape.num_kv_heads
+    longest = max(*scoring.contexts, scoring.replacement_length)
+    pieces = swaps * longest * _width(info) * EVALUATED_BYTES
+    return held + max(aligning, min(pieces, round(scoring.memory_gib * GIB)))
+
+
+def _disk_bytes(config: RunConfig, info: TeacherInfo) -> int:
+    twins = 4 * _twin_parameters(info)
+    checkpoint = 3 * twins if config.supernet.source == TRAIN else 0
+    # A distilled candidate is stored in fp16; later rungs take some third of them.
+    stored = config.search.trials if config.search.proxy_tokens[0] else config.search.trials // 3
+    distilled = stored * twins // 2 if max(config.search.proxy_tokens) else 0
+    return checkpoint + twins + distilled + 64 * MIB
+
+
+def _element_bytes(config: RunConfig) -> int:
+    return 4 if config.teacher.dtype == "float32" else 2
+
+
+def _width(info: TeacherInfo) -> int:
+    return info.shape.num_heads * info.shape.head_dim
+
+
+def _twin_parameters(info: TeacherInfo) -> int:
+    # q, k, v and the output gate, each hidden_size x HD a layer.
+    return 4 * info.hidden_size * _width(info) * info.shape.num_layers

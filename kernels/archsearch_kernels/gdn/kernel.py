@@ -1,0 +1,295 @@
+"""The gated delta rule of chosen heads on a GPU, forward, by Triton; same signature as reference.py.
+
+Shapes: B batch, T tokens, H query heads, G heads of k and v, n selected heads, D head_dim, N sequences, C tokens in a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from archsearch_kernels.gdn import forward_kernels as kernels
+from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Schedule, schedule_of
+
+COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
+"""Columns of the state in one program, by head_dim: a tile of the state takes at most 64 registers a thread."""
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Programs of the state pass that a multiprocessor runs at once, by their registers and shared memory."""
+
+LAUNCH: dict[str, dict[str, int]] = {
+    "transform": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
+    "summarize": {"num_warps": 4, "num_stages": 2},
+    "link": {"num_warps": 4, "num_stages": 2},
+    "attend": {"num_warps": 4, "num_stages": 2},
+}
+"""How bf16 kernels are compiled. maxnreg: four programs a multiprocessor are worth a few spilled registers."""
+LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
+"""Two fp32 tiles in flight do not fit."""
+
+INNER = {torch.bfloat16: tl.float16, torch.float32: tl.float32}
+PRECISION = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
+"""By dtype of q: type inside the inversion of a chunk's matrix, and how fp32 operands are multiplied (bf16 has none)."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the kernels share. x [chunks, n, C, C], g and c [chunks, n, C], totals [n, chunks]: results of the first stage."""
+
+    q_BTHD: Tensor
+    k_BTGD: Tensor
+    v_BTGD: Tensor
+    q_index_n: Tensor
+    kv_index_n: Tensor
+    initial_NnDD: Tensor | None
+    plan: Schedule
+    x: Tensor
+    g: Tensor
+    c: Tensor
+    totals: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.q_index_n.numel()
+
+    @property
+    def dim(self) -> int:
+        return self.q_BTHD.shape[3]
+
+    @property
+    def blocks(self) -> int:
+        """Programs that share the state of one head."""
+        return self.dim // COLUMNS[self.dim]
+
+    def options(self, kernel: str) -> dict[str, Any]:
+        """What is fixed when a kernel is compiled; no head count is among it."""
+        dtype = self.q_BTHD.dtype
+        launch = LAUNCH[kernel] if dtype == torch.bfloat16 else LAUNCH_FP32
+        return {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
+
+
+def gdn_forward(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    a_BTH: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    q_index_n: Tensor,
+    kv_index_n: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    chunks_per_segment: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, T, n, D] in q's dtype and, where asked for, the last states [N, n, D, D] in fp32.
+
+    Head j reads q, a, b, A_log and dt_bias of head q_index[j], k and v of head kv_index[j] (int32). q and k are divided by
+    their L2 norm; log decay g = -exp(A_log) softplus(a + dt_bias); writing rate sigmoid(b); outputs are scaled by D^-1/2. A
+    token with a = b = -inf leaves the state alone. q, k, v: all bf16 or all fp32, any strides with the last one 1.
+    With cu_seqlens (int [N + 1], B = 1) the row holds N sequences, else N = B. initial_state: fp32 [N, n, D, D].
+    chunks_per_segment cuts sequences (schedule.py); by default the shape decides. Raises ValueError for other inputs.
+    """
+    _check(q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, q_index_n, kv_index_n)
+    batch, tokens, _, dim = q_BTHD.shape
+    heads, device = q_index_n.numel(), q_BTHD.device
+    o_BTnD = q_BTHD.new_empty(batch, tokens, heads, dim)
+    programs = PROGRAMS_PER_PROCESSOR * _num_processors(device) * COLUMNS[dim] // dim
+    plan = schedule_of(
+        batch, tokens, cu_seqlens, programs // max(heads, 1), chunks_per_segment, device
+    )
+    states_shape = (plan.num_sequences, heads, dim, dim)
+    _check_state(initial_state, states_shape, device)
+    final = torch.empty(states_shape, device=device) if output_final_state else None
+    if heads == 0 or batch == 0:
+        return o_BTnD, final
+    chunk_shape = (plan.num_chunks, heads, CHUNK)
+    call = _Call(
+        q_BTHD,
+        k_BTGD,
+        v_BTGD,
+        q_index_n,
+        kv_index_n,
+        initial_state,
+        plan,
+        x=q_BTHD.new_empty(*chunk_shape, CHUNK),
+        g=torch.empty(chunk_shape, device=device),
+        c=torch.empty(chunk_shape, device=device),
+        totals=torch.empty(heads, plan.num_chunks, device=device),
+    )
+    with torch.cuda.device_of(q_BTHD):
+        _transform(call, a_BTH, b_BTH, A_log_H, dt_bias_H)
+        # The first call compiles what cut sequences need, cut or not: another number of heads may cut them.
+        ends = _segment_ends(call) if plan.is_cut or _is_new(call) else None
+        _attend(call, ends, o_BTnD, final)
+    return o_BTnD, final
+
+
+def _transform(
+    call: _Call, a_BTH: Tensor, b_BTH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor
+) -> None:
+    plan = call.plan
+    kernels.transform[(plan.num_segments * plan.chunks_per_segment * call.heads,)](
+        call.k_BTGD,
+        a_BTH,
+        b_BTH,
+        A_log_H,
+        dt_bias_H,
+        call.q_index_n,
+        call.kv_index_n,
+        plan.segments,
+        call.x,
+        call.g,
+        call.c,
+        call.totals,
+        call.heads,
+        plan.chunks_per_segment,
+        plan.num_chunks,
+        *call.k_BTGD.stride()[:3],
+        *a_BTH.stride()[:2],
+        *b_BTH.stride()[:2],
+        LEVELS=CHUNK.bit_length() - 1,
+        INNER=INNER[call.q_BTHD.dtype],
+        **call.options("transform"),
+    )
+
+
+def _segment_ends(call: _Call) -> Tensor:
+    """States after each segment but the last ones, fp32 [segments, n, D, D]."""
+    plan, device = call.plan, call.q_BTHD.device
+    ends = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
+    maps = torch.empty_like(ends)
+    reach = torch.empty(plan.num_segments, call.heads, device=device)
+    kernels.summarize[(plan.num_segments * call.heads * 2 * call.blocks,)](
+        call.k_BTGD,
+        call.v_BTGD,
+        call.kv_index_n,
+        plan.segments,
+        call.x,
+        call.g,
+        call.c,
+        call.totals,
+        call.initial_NnDD,
+        ends,
+        maps,
+        reach,
+        call.heads,
+        plan.num_chunks,
+        *call.k_BTGD.stride()[:3],
+        *call.v_BTGD.stride()[:3],
+        V=COLUMNS[call.dim],
+        MOST_CHUNKS=MOST_CHUNKS,
+        **call.options("summarize"),
+    )
+    kernels.link[(plan.num_sequences * call.heads * call.blocks,)](
+        plan.first_rows,
+        ends,
+        maps,
+        reach,
+        call.heads,
+        D=call.dim,
+        V=COLUMNS[call.dim],
+        K=min(call.dim, 32),
+        PRECISION="tf32x3",
+        **LAUNCH["link"],
+    )
+    return ends
+
+
+_seen: set[tuple[object, ...]] = set()
+
+
+def _is_new(call: _Call) -> bool:
+    key = (call.dim, call.q_BTHD.dtype, call.q_BTHD.device, call.initial_NnDD is None)
+    is_new = key not in _seen
+    _seen.add(key)
+    return is_new
+
+
+def _attend(call: _Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | None) -> None:
+    plan = call.plan
+    kernels.attend[(plan.num_segments * call.heads * call.blocks,)](
+        call.q_BTHD,
+        call.k_BTGD,
+        call.v_BTGD,
+        o_BTnD,
+        call.q_index_n,
+        call.kv_index_n,
+        plan.segments,
+        call.x,
+        call.g,
+        call.c,
+        call.initial_NnDD,
+        call.c if ends is None else ends,  # not read where nothing is cut
+        final,
+        call.heads,
+        *call.q_BTHD.stride()[:3],
+        *call.k_BTGD.stride()[:3],
+        *call.v_BTGD.stride()[:3],
+        o_BTnD.stride(0),
+        call.dim**-0.5,
+        V=COLUMNS[call.dim],
+        **call.options("attend"),
+    )
+
+
+def _check(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    a_BTH: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    q_index_n: Tensor,
+    kv_index_n: Tensor,
+) -> None:
+    """Shapes, types and strides; the values of the indices are the caller's, since reading them would wait for the GPU."""
+    tiles, gates = (q_BTHD, k_BTGD, v_BTGD), (a_BTH, b_BTH)
+    batch, tokens, heads, dim = q_BTHD.shape
+    if dim not in COLUMNS:
+        raise ValueError(f"head_dim {dim}; allowed: {', '.join(map(str, COLUMNS))}")
+    if q_BTHD.dtype not in INNER or any(x.dtype != q_BTHD.dtype for x in tiles):
+        raise ValueError(f"q, k, v must all be bf16 or fp32; got {[x.dtype for x in tiles]}")
+    groups = k_BTGD.shape[2]
+    if k_BTGD.shape != (batch, tokens, groups, dim) or v_BTGD.shape != k_BTGD.shape:
+        raise ValueError(f"q {q_BTHD.shape}, k {k_BTGD.shape} and v {v_BTGD.shape} do not fit")
+    if any(x.shape != (batch, tokens, heads) for x in gates) or any(
+        x.shape != (heads,) for x in (A_log_H, dt_bias_H)
+    ):
+        raise ValueError(f"a, b must be {(batch, tokens, heads)}, A_log and dt_bias {(heads,)}")
+    if any(x.stride(-1) != 1 for x in (*tiles, *gates, A_log_H, dt_bias_H)):
+        raise ValueError("the last stride of every input must be 1")
+    if any(x.dtype != torch.int32 or x.ndim != 1 for x in (q_index_n, kv_index_n)):
+        raise ValueError("q_index and kv_index must be int32 vectors")
+    if q_index_n.shape != kv_index_n.shape:
+        raise ValueError("q_index and kv_index must be equally long")
+    if torch.is_grad_enabled() and any(
+        x.requires_grad for x in (*tiles, *gates, A_log_H, dt_bias_H)
+    ):
+        raise ValueError("gdn_forward has no backward: call it under torch.no_grad()")
+
+
+def _check_state(state: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    if state is None:
+        return
+    if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(
+            f"initial_state must be fp32 {shape} without gaps; got {state.dtype} {tuple(state.shape)}"
+        )
+    if state.device != device:
+        raise ValueError(f"initial_state is on {state.device}, q on {device}")
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
