@@ -178,7 +178,7 @@ def _run(
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
     with naming(config):
-        plan = plan_run(settings, place)
+        plan = plan_run(settings, place, last=last)
     for line in plan.lines():
         printer.line(line)
     if not dry_run:
@@ -199,7 +199,7 @@ def _score_by(
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
     with naming(config):
-        plan_run(settings, place)
+        plan_run(settings, place, last="scores")
     run_methods(settings, place, printer, methods)
 
 

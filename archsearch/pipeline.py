@@ -23,12 +23,12 @@ BEST_HEADS = 5
 """Heads that are named of each method."""
 
 
-def plan_run(config: RunConfig, run_dir: RunDir) -> Plan:
-    """Checks config, model and machine, and estimates the run. Nothing is written.
+def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> Plan:
+    """Checks config, model and machine for a run up to the stage `last`, and estimates it. Nothing is written.
 
     Raises ConfigError or EnvironmentFault for whatever would stop the run later.
     """
-    check_machine(config)
+    check_machine(config, searches=STAGES.index(last) >= STAGES.index("search"))
     info = inspect_teacher(config.teacher)
     check_config(config, info)
     run_dir.check_frozen(config)

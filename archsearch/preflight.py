@@ -113,23 +113,14 @@ def ignored_options(config: RunConfig) -> list[str]:
     return found
 
 
-def check_machine(config: RunConfig) -> None:
+def check_machine(config: RunConfig, *, searches: bool = True) -> None:
     """Finds what the machine lacks before any work. Raises EnvironmentFault, or ConfigError for a value.
 
-    The teacher's device, GPUs against the workers, packages of the executor and corpora, files named in the config.
+    The teacher's device, packages of the corpora, files named in the config; where it searches, also the executor.
     """
-    execution = config.execution
-    wanted = execution.workers * execution.gpus_per_worker
-    count = torch.cuda.device_count()
-    if wanted > count:
-        raise EnvironmentFault(
-            f"execution: {execution.workers} workers with {execution.gpus_per_worker:g} GPUs each need "
-            f"{wanted:g} GPUs, this machine has {count}"
-        )
-    _check_workers(execution)
     pick_device(config.teacher.device)
-    if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
-        raise EnvironmentFault("execution.executor: the Python package ray is not installed")
+    if searches:
+        _check_executor(config.execution)
     if config.supernet.source != TRAIN:
         _check_file("supernet.source", config.supernet.source)
     if config.scoring.pairs_file is not None:
@@ -144,13 +135,24 @@ def check_machine(config: RunConfig) -> None:
     check_teacher_files(config.teacher)
 
 
-def _check_workers(execution: ExecutionConfig) -> None:
-    """Refuses more processes than cores; two are let pass anywhere, so that small configs run on any machine."""
+def _check_executor(execution: ExecutionConfig) -> None:
+    """GPUs and cores against the workers, and the executor's package.
+
+    More processes than cores are refused; two are let pass anywhere, so that small configs run on any machine.
+    """
+    wanted, count = execution.workers * execution.gpus_per_worker, torch.cuda.device_count()
+    if wanted > count:
+        raise EnvironmentFault(
+            f"execution: {execution.workers} workers with {execution.gpus_per_worker:g} GPUs each need "
+            f"{wanted:g} GPUs, this machine has {count}"
+        )
     most = max(2, os.cpu_count() or 1)
     if execution.executor == "ray" and not execution.gpus_per_worker and execution.workers > most:
         raise ConfigError(
             f"execution.workers: {execution.workers} without GPUs; allowed on this machine: 1 to {most}"
         )
+    if execution.executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise EnvironmentFault("execution.executor: the Python package ray is not installed")
 
 
 def _check_file(field: str, source: str) -> None:

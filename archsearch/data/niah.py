@@ -105,21 +105,19 @@ def align(
     other = encode(tokenizer, pair.clean + pair.distractor)
     corrupt = encode(tokenizer, pair.corrupt + pair.answer)
     start = next((i for i, (a, b) in enumerate(zip(clean, other, strict=False)) if a != b), None)
-    if start is None:
+    if clean == other:
         raise Misaligned("distractor", f"the same tokens as the answer, {pair.answer!r}")
+    if start is None or (len(other) != len(clean) and not pair.cut):
+        bare = len(encode(tokenizer, pair.clean))
+        sizes = f"{len(other) - bare} tokens, {pair.distractor!r}; answer has {len(clean) - bare}, "
+        raise Misaligned("distractor", sizes + repr(pair.answer))
     if len(corrupt) != len(clean):
-        raise Misaligned(
-            "corrupt", f"{len(corrupt)} tokens with the answer, the clean prompt {len(clean)}"
-        )
-    if len(other) != len(clean) and not pair.cut:
-        raise Misaligned(
-            "distractor",
-            f"{len(other) - start} tokens for {pair.distractor!r}, {len(clean) - start} for {pair.answer!r}",
-        )
+        sizes = f"{len(corrupt)} tokens with the answer; clean has {len(clean)}"
+        raise Misaligned("corrupt", sizes)
     if clean[start:] != corrupt[start:]:
-        raise Misaligned("corrupt", f"other tokens for {pair.answer!r} than after the clean prompt")
+        raise Misaligned("corrupt", f"other tokens for {pair.answer!r} than clean")
     if clean == corrupt:
-        raise Misaligned("corrupt", "the same tokens as the clean prompt")
+        raise Misaligned("corrupt", "the same tokens as clean")
     end = min(len(clean), len(other))
     return Probe(
         kind,

@@ -169,7 +169,7 @@ def brute_seconds(teacher: Teacher, probe: Probe) -> tuple[float, int]:
     most = largest_batch(lambda size: patched(teacher, batch, kept, heads[:size]), len(heads))
     sizes = sorted({most, max(1, most // 2), max(1, most // 8)})
     each = {
-        size: seconds(lambda size=size: patched(teacher, batch, kept, heads[:size])) / size  # type: ignore[misc]
+        size: seconds(lambda size=size: patched(teacher, batch, kept, heads[:size]), 1) / size  # type: ignore[misc]
         for size in sizes
     }
     best = min(each, key=lambda size: each[size])

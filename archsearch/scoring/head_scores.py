@@ -110,7 +110,7 @@ class HeadScores:
 
 def groups_of(scores_LH: Tensor, num_kv_heads: int) -> Tensor:
     """The largest score among the heads of each KV group, [L, G]: for methods that do not measure whole groups."""
-    groups_LG: Tensor = scores_LH.unflatten(-1, (num_kv_heads, -1)).amax(-1)  # type: ignore[no-untyped-call]
+    groups_LG: Tensor = scores_LH.unflatten(-1, (num_kv_heads, -1)).amax(-1)  # type: ignore[no-untyped-call, unused-ignore]
     return groups_LG
 
 

@@ -81,7 +81,8 @@ class PairBatch:
     def answered(self, model: HydraHeadForCausalLM, hidden_PAC: Tensor) -> Tensor:
         """Whether greedy decoding gives the whole answer, [P], from the clean rows' hidden states."""
         right_PA = model.lm_head(hidden_PAC).argmax(-1) == self.answers_PA
-        return right_PA.all(-1)
+        answered_P: Tensor = right_PA.all(-1)
+        return answered_P
 
 
 def _clean_row(probe: Probe) -> tuple[int, ...]:
@@ -167,8 +168,13 @@ def draw_pairs(
     if scoring.pairs_file is not None:
         path = resolve_path(scoring.pairs_file)
         for capability, probes in read_pairs(path, teacher.tokenizer).items():
-            kept = {name: _filtered(teacher, pairs, scoring) for name, pairs in probes.items()}
-            found[capability] = _checked(kept, capability, str(path), scoring)
+            own = {name: _filtered(teacher, pairs, scoring) for name, pairs in probes.items()}
+            other = found.get(capability, {})
+            if twice := set(own) & set(other):
+                raise ConfigError(
+                    f"{path}: probe {min(twice)} is one of ours; allowed: another name"
+                )
+            found[capability] = other | _checked(own, capability, str(path), scoring)
     return found
 
 

@@ -116,7 +116,8 @@ def _effects(teacher: Teacher, batch: PairBatch, min_gap: float) -> Tensor:
     clean_P, corrupt_P = m_SP[0], m_SP[1]
     gap_P = torch.where(clean_P - corrupt_P > min_gap, clean_P - corrupt_P, math.nan)
     effects_SP = (clean_P - m_SP[2:]) / gap_P
-    return effects_SP.T.unflatten(-1, (shape.num_layers, -1))
+    effects_PLX: Tensor = effects_SP.T.reshape(len(gap_P), shape.num_layers, -1)
+    return effects_PLX
 
 
 def _patched_streams(
@@ -131,7 +132,8 @@ def _patched_streams(
     embedded_2PAC = batch.at_answers(model.model.embed_tokens(batch.ids_2PT)).float()
     start_2PAC = embedded_2PAC.unflatten(0, (2, -1))
     each = config.num_attention_heads + config.num_key_value_heads
-    streams_SPAC = start_2PAC.new_empty(2 + len(traces) * each, *start_2PAC.shape[1:])
+    size = (2 + len(traces) * each, *start_2PAC.shape[1:])
+    streams_SPAC: Tensor = start_2PAC.new_empty(size)
     streams_SPAC[:2] = start_2PAC
     alive = 2
     for layer, kept in zip(model.model.layers, traces, strict=True):

@@ -230,7 +230,8 @@ class PairRun:
         dim = heads_SUrD.shape[-1]
         columns = [head * dim + d for head in self.places[layer] for d in range(dim)]
         weight_CX = block.self_attn.o_proj.weight[:, columns].float()
-        return change_KUX @ weight_CX.T
+        added_KUC: Tensor = change_KUX @ weight_CX.T
+        return added_KUC
 
 
 def _alone(model: HydraHeadForCausalLM, layer: int, heads: list[int]) -> list[FullHeads]:

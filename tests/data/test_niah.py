@@ -1,4 +1,4 @@
-"""Probes: aligned clean and corrupt pairs for tokenizers of every habit, rows, stacking."""
+"""Alignment of clean and corrupt texts, training rows, stacking."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from archsearch.data.niah import KINDS, Probe, make_probes, retrieval_rows, stack
-from archsearch.errors import ConfigError
+from archsearch.data.niah import Misaligned, Pair, Probe, align, retrieval_rows, stack
 from archsearch.models.teacher import byte_tokenizer
 
-from .tokenizers_for_tests import merging_tokenizer, word_tokenizer
-
-TOKENIZERS = {
-    "word": word_tokenizer,
-    "word without bos": lambda: word_tokenizer(bos=False),
-    "digits by threes": lambda: word_tokenizer(3),
-    "merging": merging_tokenizer,
-    "bytes": byte_tokenizer,
-}
+from .tokenizers_for_tests import TOKENIZERS
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -29,80 +23,60 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
     return TOKENIZERS[request.param]()
 
 
-def _differences(probe: Probe) -> list[int]:
-    pairs = zip(probe.prompt, probe.corrupt_prompt, strict=True)
-    return [i for i, (a, b) in enumerate(pairs) if a != b]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_make_probes_gives_pairs_that_differ_in_one_value(
-    tokenizer: PreTrainedTokenizerBase, kind: str
-) -> None:
-    probes = make_probes(tokenizer, kind, 6, 900, keys=3, digits=7, seed=0)
-    assert len(probes) == 6
-    for probe in probes:
-        assert (probe.kind, probe.context) == (kind, 900)
-        assert 900 - 16 <= len(probe.prompt) + len(probe.answer) <= 900
-        assert len(probe.answer) == len(probe.distractor)
-        assert probe.answer[0] != probe.distractor[0]
-        changed = _differences(probe)
-        # One value's tokens, give or take one that holds a neighbouring character too.
-        assert 1 <= changed[-1] - changed[0] + 1 <= len(probe.answer) + 2
-        assert probe.answer not in {probe.distractor}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_make_probes_asks_for_a_value_in_the_haystack(kind: str) -> None:
+def test_align_gives_the_texts_as_tokens() -> None:
     tokenizer = byte_tokenizer()
-    for probe in make_probes(tokenizer, kind, 8, 1200, keys=4, digits=5, seed=3):
-        clean, corrupt = tokenizer.decode(probe.prompt), tokenizer.decode(probe.corrupt_prompt)
-        key = re.search(r"magic number for (\w+) is ?$", clean)
-        assert key is not None
-        said = dict(re.findall(r"magic number for (\w+) is (\d{5})\.", clean))
-        said_corrupt = dict(re.findall(r"magic number for (\w+) is (\d{5})\.", corrupt))
-        assert len(said) == (1 if kind == "single" else 4)
-        assert tokenizer.decode(probe.answer).strip() == said[key[1]]
-        assert tokenizer.decode(probe.distractor).strip() == said_corrupt[key[1]]
-        others = {k: v for k, v in said.items() if k != key[1]}
-        assert others == {k: v for k, v in said_corrupt.items() if k != key[1]}
-        assert said_corrupt[key[1]] not in said.values()
+    probe = align(tokenizer, Pair("A is 12. A is", "A is 93. A is", " 12", " 93"), "user")
+    assert tokenizer.decode(probe.prompt) == "A is 12. A is "
+    assert tokenizer.decode(probe.corrupt_prompt) == "A is 93. A is "
+    assert tokenizer.decode(probe.answer) == "12"
+    assert tokenizer.decode(probe.distractor) == "93"
+    assert (probe.kind, probe.context) == ("user", 16)
 
 
-def test_make_probes_keeps_a_lone_space_in_the_prompt() -> None:
-    probe = make_probes(byte_tokenizer(), "single", 1, 400, keys=1, digits=4, seed=0)[0]
-    assert byte_tokenizer().decode(probe.prompt).endswith(" is ")
-    assert len(probe.answer) == 4
+def test_align_cuts_the_longer_answer_where_that_is_asked_for() -> None:
+    tokenizer = byte_tokenizer()
+    pair = Pair("The man", "The men", " was", " were")
+    with pytest.raises(Misaligned, match="distractor: 5 tokens, ' were'; answer has 4, ' was'"):
+        align(tokenizer, pair, "user")
+    for texts in (pair, Pair("The men", "The man", " were", " was")):
+        probe = align(tokenizer, texts._replace(cut=True), "user")
+        assert tokenizer.decode(probe.prompt).endswith(" w")
+        assert {tokenizer.decode(probe.answer), tokenizer.decode(probe.distractor)} == {"as", "er"}
 
 
-def test_make_probes_repeats_itself_and_does_not_depend_on_count() -> None:
-    tokenizer = word_tokenizer()
-    probes = make_probes(tokenizer, "multikey", 5, 256, keys=4, digits=4, seed=1)
-    assert probes[:2] == make_probes(tokenizer, "multikey", 2, 256, keys=4, digits=4, seed=1)
-    assert probes != make_probes(tokenizer, "multikey", 5, 256, keys=4, digits=4, seed=2)
-    assert len({probe.prompt for probe in probes}) == 5
+@pytest.mark.parametrize(
+    ("pair", "field", "problem"),
+    [
+        (
+            Pair("A 12 is", "A 123 is", " 1", " 2"),
+            "corrupt",
+            "10 tokens with the answer; clean has 9",
+        ),
+        (Pair("A 12 is", "A 13 is", " 1", " 1"), "distractor", "same tokens as the answer"),
+        (Pair("A 12 is", "A 13 is", " 1", " 12"), "distractor", "3 tokens, ' 12'; answer has 2"),
+        (Pair("A 12 is", "A 13 is", " 12", " 3"), "distractor", "2 tokens, ' 3'; answer has 3"),
+        (Pair("A 12 is", "A 12 is", " 1", " 2"), "corrupt", "same tokens as clean"),
+        (Pair("A 12 is", "AB 12is", " 1", " 2"), None, ""),
+    ],
+)
+def test_align_says_what_does_not_line_up(pair: Pair, field: str | None, problem: str) -> None:
+    tokenizer = byte_tokenizer()
+    if field is None:
+        assert align(tokenizer, pair, "user")
+        return
+    with pytest.raises(Misaligned, match=problem) as error:
+        align(tokenizer, pair, "user")
+    assert error.value.field == field
 
 
-def test_make_probes_spreads_the_depths() -> None:
-    probes = make_probes(word_tokenizer(), "multikey", 8, 600, keys=4, digits=4, seed=0)
-    eighths = sorted(int(8 * _differences(probe)[0] / len(probe.prompt)) for probe in probes)
-    assert len(set(eighths)) >= 6
-    assert eighths[0] <= 1
-    assert eighths[-1] >= 6
-
-
-def test_make_probes_refuses_a_short_context() -> None:
-    with pytest.raises(ConfigError, match="too short"):
-        make_probes(word_tokenizer(), "multikey", 1, 64, keys=4, digits=7, seed=0)
-
-
-def test_make_probes_refuses_a_tokenizer_without_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"probes\.digits"):
-        make_probes(word_tokenizer(numbers=False), "single", 1, 64, keys=1, digits=7, seed=0)
-
-
-def test_make_probes_refuses_an_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="single, multi"):
-        make_probes(word_tokenizer(), "double", 1, 64, keys=1, digits=7, seed=0)
+def test_align_refuses_an_answer_that_merges_with_one_prompt_only() -> None:
+    words = {word: i for i, word in enumerate(("?", "a", "b", "x", "y", "bx"))}
+    merging = Tokenizer(WordLevel(words, unk_token="?"))
+    merging.pre_tokenizer = Split(Regex("bx|."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging)
+    # b and x are one token, a and x are two: the rows are equally long, but end in other tokens.
+    with pytest.raises(Misaligned, match="other tokens for 'x' than clean"):
+        align(tokenizer, Pair("aa", "aab", "x", "y"), "user")
 
 
 def test_stack_pads_on_the_left_and_points_at_the_answer() -> None:

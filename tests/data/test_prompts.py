@@ -9,6 +9,7 @@ import pytest
 from archsearch.data.lexicon import filler_vocabulary, pieces
 from archsearch.data.prompts import (
     KEYS,
+    Scene,
     Script,
     compose,
     draw_distractor,
@@ -50,18 +51,16 @@ def test_draw_script_refuses_what_cannot_be_drawn(num_keys: int, digits: int) ->
 
 def test_draw_distractor_differs_at_every_place_and_from_every_value() -> None:
     for seed in range(50):
-        script = draw_script(Random(seed), 4, 7, 0.5)
-        distractor = draw_distractor(Random(seed), script)
-        value = script.values[script.asked[0]]
-        assert len(distractor) == len(value)
-        assert all(a != b for a, b in zip(distractor, value, strict=True))
-        assert distractor not in script.values.values()
+        values = frozenset(draw_script(Random(seed), 4, 7, 0.5).values.values())
+        for value in values:
+            distractor = draw_distractor(Random(seed), value, values)
+            assert len(distractor) == len(value)
+            assert all(a != b for a, b in zip(distractor, value, strict=True))
+            assert distractor not in values
 
 
 def test_draw_distractor_takes_the_last_number_left() -> None:
-    keys = KEYS[:8]
-    values = dict(zip(keys, "12345678", strict=True))
-    assert draw_distractor(Random(0), Script(values, (keys[0],), 0.5)) == "9"
+    assert draw_distractor(Random(0), "1", frozenset("12345678")) == "9"
 
 
 @pytest.mark.parametrize("max_tokens", [100, 257, 512])
@@ -69,7 +68,7 @@ def test_compose_fills_up_to_its_length(max_tokens: int) -> None:
     tokenizer = word_tokenizer()
     for seed in range(10):
         script = draw_script(Random(seed), 3, 4, 0.5)
-        text = compose(tokenizer, Random(seed), script, max_tokens)
+        text = compose(tokenizer, Random(seed), script.scene(), max_tokens)
         tokens = encode(tokenizer, f"{text} {script.values[script.asked[-1]]}")
         assert max_tokens - 3 <= len(tokens) <= max_tokens
         for key, value in script.values.items():
@@ -80,7 +79,7 @@ def test_compose_fills_up_to_its_length(max_tokens: int) -> None:
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.999])
 def test_compose_puts_the_asked_needle_at_its_depth(depth: float) -> None:
     script = draw_script(Random(1), 1, 7, depth)
-    text = compose(word_tokenizer(), Random(1), script, 2000)
+    text = compose(word_tokenizer(), Random(1), script.scene(), 2000)
     haystack = text[: text.index("\n\nQuestion")]
     key = script.asked[0]
     assert haystack.index(needle(key, script.values[key])) / len(haystack) == pytest.approx(
@@ -91,10 +90,24 @@ def test_compose_puts_the_asked_needle_at_its_depth(depth: float) -> None:
 def test_compose_answers_all_but_the_last_question() -> None:
     script = draw_script(Random(2), 3, 7, 0.5)
     script = Script(script.values, tuple(script.values), 0.5)
-    text = compose(byte_tokenizer(), Random(2), script, 1500)
+    text = compose(byte_tokenizer(), Random(2), script.scene(), 1500)
     for key in script.asked[:-1]:
         assert f"{question(key)} {script.values[key]}." in text
     assert text.endswith(question(script.asked[-1]))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.6, 0.999])
+def test_compose_keeps_the_order_of_a_group(depth: float) -> None:
+    groups = (("First.", "Second.", "Third."), ("One.", "Two.", "Three."))
+    for asked in (0, 1):
+        scene = Scene(groups, asked, depth, "Question: Which is", "1", frozenset("1"))
+        for seed in range(10):
+            text = compose(byte_tokenizer(), Random(seed), scene, 1500)
+            for group in groups:
+                places = [text.index(sentence) for sentence in group]
+                assert places == sorted(places)
+            haystack = text.partition("\n\n")[0]
+            assert text.index(scene.needle) / len(haystack) == pytest.approx(depth, abs=0.08)
 
 
 def test_compose_says_how_many_tokens_it_needs() -> None:
@@ -102,9 +115,9 @@ def test_compose_says_how_many_tokens_it_needs() -> None:
     with pytest.raises(
         ConfigError, match=r"40 tokens are too short for 4 needles.*(\d+) or more"
     ) as error:
-        compose(tokenizer, Random(3), script, 40)
+        compose(tokenizer, Random(3), script.scene(), 40)
     least = int(str(error.value).split("allowed: ")[1].split()[0])
-    text = compose(tokenizer, Random(3), script, least)
+    text = compose(tokenizer, Random(3), script.scene(), least)
     assert len(encode(tokenizer, f"{text} {script.values[script.asked[0]]}")) == least
 
 

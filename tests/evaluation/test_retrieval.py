@@ -87,6 +87,31 @@ def test_only_kinds_that_are_there_are_reported() -> None:
     assert retrieval(teacher.model, []) == {}
 
 
+def test_general_kinds_have_their_names_and_a_mean() -> None:
+    teacher = random_teacher()
+    probes = [
+        probe
+        for index, (kind, count) in enumerate((("copying", 1), ("labels", 3), ("tracking", 2)))
+        for probe in random_probes(count, kind=kind, seed=index)
+    ]
+    probes[0] = replace(probes[0], answer=greedy(teacher, probes[0].prompt, 3))
+    found = retrieval(teacher.model, probes)
+    names = ("copying", "labels", "tracking", "general")
+    assert set(found) == {f"{name}_{figure}" for name in names for figure in ("nll", "match")}
+    # Each kind counts the same, however many probes it has.
+    assert found["general_match"] == (found["copying_match"] + found["labels_match"]) / 2 == 0.5
+    for name, own in (("copying", probes[:1]), ("labels", probes[1:4]), ("tracking", probes[4:])):
+        nats = [value for probe in own for value in nll(teacher, probe)]
+        assert found[f"{name}_nll"] == pytest.approx(sum(nats) / len(nats), abs=1e-4)
+    mean = (found["copying_nll"] + found["labels_nll"]) / 2
+    assert found["general_nll"] == pytest.approx(mean, abs=1e-6)
+
+
+def test_retrieval_alone_gives_no_general_mean() -> None:
+    found = retrieval(random_teacher().model, random_probes(2, kind="tracking"))
+    assert set(found) == {"tracking_nll", "tracking_match"}
+
+
 def test_a_broken_model_has_nan_likelihood_and_no_match() -> None:
     teacher = random_teacher()
     with torch.no_grad():

@@ -37,7 +37,7 @@ def test_attribution() -> None:
 
 
 def test_retrieval_heads() -> None:
-    scores = copy_scores(on_gpu(copying_teacher()), copying_probe(length=500, at=40))
+    scores = copy_scores(on_gpu(copying_teacher()), copying_probe(length=120, at=40))
     assert scores.tolist() == [[1.0, 0.0, 0.5, 0.0]]
 
 

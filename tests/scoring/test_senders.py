@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from archsearch.config import TeacherConfig
 from archsearch.data.niah import Probe
+from archsearch.data.tasks import make_probes
 from archsearch.headmap import Head
-from archsearch.models.teacher import Teacher
+from archsearch.models.teacher import Teacher, load_teacher
 from archsearch.scoring.causal import receivers_of
+from archsearch.scoring.pairs import usable
+from archsearch.scoring.receivers import receiver_effects
 from archsearch.scoring.senders import sender_effects
 from tests.random_models import random_probes, random_teacher
 from tests.scoring.test_receivers import DECAY, Recorder, pair_ids, readout
@@ -98,6 +102,30 @@ def test_equals_hooked_forwards(family: str, receivers: frozenset[Head]) -> None
     assert largest > 0.05
     last = max(layer for layer, _ in receivers)
     assert not found_PLH[:, last:].any()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Teacher, list[Probe]]:
+    """The shipped tiny teacher, and two short pairs that it answers."""
+    teacher = load_teacher(TeacherConfig(source="package:archsearch/assets/tiny/teacher"))
+    pairs = make_probes(teacher.tokenizer, "multikey", 2, 128, keys=4, digits=4, seed=5)
+    assert all(usable(teacher, pairs, decay=DECAY, memory_bytes=1 << 28))
+    return teacher, pairs
+
+
+def test_equals_hooked_forwards_on_the_tiny_teacher(tiny: tuple[Teacher, list[Probe]]) -> None:
+    teacher, pairs = tiny
+    recv_LH = receiver_effects(teacher, pairs, decay=DECAY).heads_PLH.mean(0)
+    receivers = receivers_of(recv_LH, 0.1, 0.01)
+    assert len(receivers) >= 3
+    found_PLH = sender_effects(teacher, pairs, receivers, decay=DECAY)
+    for found_LH, pair in zip(found_PLH, pairs, strict=True):
+        scale = gap(teacher, pair)
+        for layer, head in teacher.shape.heads():
+            expected = brute_force(teacher, pair, receivers, (layer, head)) / scale
+            assert float(found_LH[layer, head]) == pytest.approx(expected, abs=1e-4)
+    # A needle must be bound to its key before it can be found: some early head sends that to the late receivers.
+    assert found_PLH.mean(0).max() > 0.2
 
 
 def test_little_memory_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,27 @@ def test_reports_every_metric_and_the_cost(worker: TrialWorker) -> None:
     assert result.tokens == 0
     assert result.seconds > 0
     assert TrialResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def test_evaluation_probes_follow_the_config(worker: TrialWorker, payload: dict[str, Any]) -> None:
+    kinds = ("tracking", "labels", "single", "agreement")
+    sizes = {"kinds": kinds, "contexts": (400, LENGTH), "multi_keys": 2, "digits": 3, "prompts": 3}
+    config = RunConfig.model_validate(payload["config"] | {"probes": sizes})
+    probes = trial.evaluation_probes(worker.teacher, config)
+    counts = Counter(probe.kind for probe in probes)
+    assert counts == {"tracking": 6, "labels": 3, "single": 6, "agreement": 3}
+    contexts = Counter(probe.context for probe in probes if probe.kind in ("tracking", "single"))
+    assert contexts == {400: 6, LENGTH: 6}
+    assert len({probe.prompt for probe in probes}) == len(probes)
+
+
+def test_general_kinds_become_metrics(payload: dict[str, Any]) -> None:
+    probes = {"kinds": ["labels", "copying", "single"], "contexts": [LENGTH], "prompts": 1}
+    config = payload["config"] | {"probes": probes}
+    metrics = metrics_of(TrialWorker({**payload, "config": config})(spec_of("FFGG", "GGFG")))
+    names = {"labels", "copying", "general", "niah_single"}
+    found = {f"{name}_{figure}" for name in names for figure in ("nll", "match")}
+    assert set(metrics) == found | {"kl", "top1_agreement", "fa_share", "cache_bytes"}
 
 
 def test_the_teacher_itself_has_no_divergence_and_is_not_distilled(worker: TrialWorker) -> None:

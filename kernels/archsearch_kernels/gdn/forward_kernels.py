@@ -2,10 +2,10 @@
 
 Notation, per head and chunk of C tokens that starts at state S [D, D] (rows are key dimensions): k and q are rows divided
 by their L2 norm, b the writing rates, g_i the log2 decay summed from the chunk's start to token i, G the chunk's sum.
-With M_ij = 2^(g_i - g_j) k_i.k_j below the diagonal and X = (diag(b)^-1 + M)^-1 (the UT transform of arXiv 2406.06484),
+With A_ij = 2^(g_i - g_j) k_i.k_j below the diagonal and X = (I + diag(b) A)^-1 diag(b) (UT transform, arXiv 2406.06484),
     U = X (V - 2^g K S),  O = D^-1/2 (2^g Q S + [Q K^T 2^(g_i - g_j)] U),  S <- 2^G S + (2^(G - g) K)^T U,
 where the bracket is zero above the diagonal. q and k enter the products as they were loaded: their norms are factors of
-rows and columns. Of stage 1 only X, g and the norms of k go through memory, 136 bytes a token-head in bf16.
+rows and columns. Of stage 1 only X, g and c = -log2|k| - g go through memory, 136 bytes a token-head in bf16.
 
 The state pass is affine in S. A long sequence is cut into segments that run at the same time: `summarize` finds each
 segment's map S_end = M S_start + N, `link` chains the maps, and `attend` runs from the linked states. Each token's map has
@@ -83,7 +83,7 @@ def transform(
     INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Stage 1, a program a chunk and head: X [chunks, n, C, C], g, 1/|k| [chunks, n, C], G [n, chunks]."""
+    """Stage 1, a program a chunk and head: X [chunks, n, C, C], g and c [chunks, n, C], G [n, chunks]."""
     head = tl.program_id(0) % heads
     place = tl.program_id(0) // heads
     segment = segments + place // chunks_per_segment * FIELDS
@@ -113,17 +113,17 @@ def transform(
 
     below = i[:, None] > i[None, :]
     between = tl.exp2(tl.where(below, g[:, None] - g[None, :], float("-inf")))
-    minus_m = tl.dot(rows, tl.trans(rows), input_precision=PRECISION)
-    minus_m *= between * (-norm)[:, None] * norm[None, :]
-    # X for blocks of 1, 2, 4, .. tokens along the diagonal: two neighbours P and Q make [[P, 0], [-Q L P, Q]] with L what M
-    # has between them. Entries of M and X are at most 1, so that fp16 is the best 16-bit type for them.
+    minus_a = tl.dot(rows, tl.trans(rows), input_precision=PRECISION)
+    minus_a *= between * (-norm)[:, None] * norm[None, :]
+    # X for blocks of 1, 2, 4, .. tokens along the diagonal: two neighbours P and Q make [[P, 0], [-Q L P, Q]] with L what A
+    # has between them. Entries of A and X are at most 1, so that fp16 is the best 16-bit type for them.
     apart = tl.where(below, i[:, None] ^ i[None, :], 0)
-    x = tl.where(apart == 1, minus_m * (rate * before)[:, None], 0.0)
+    x = tl.where(apart == 1, minus_a * (rate * before)[:, None], 0.0)
     x = tl.where(i[:, None] == i[None, :], rate[:, None], x)
-    minus_m_inner = minus_m.to(INNER)
+    minus_a_inner = minus_a.to(INNER)
     for level in tl.static_range(1, LEVELS):
         x_inner = x.to(INNER)
-        product = tl.dot(x_inner, minus_m_inner, input_precision=PRECISION)
+        product = tl.dot(x_inner, minus_a_inner, input_precision=PRECISION)
         product = tl.dot(product.to(INNER), x_inner, input_precision=PRECISION)
         x = tl.where((apart >> level) == 1, product, x)
 
