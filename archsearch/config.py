@@ -190,6 +190,9 @@ class ScoringConfig(Section):
     """Least pairs a capability, all its sub-probes together; with fewer the run ends."""
     contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1024,)
     """Lengths in tokens of retrieval pairs, by turns."""
+    min_gap: Annotated[float, Field(ge=0)] = 0.1
+    """Least difference, in logits, between what the teacher thinks of the answer on the clean and on the corrupt
+    prompt; pairs with less are dropped, since effects are shares of it."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Weight of answer token j is decay**j."""
     threshold: Annotated[float, Field(ge=0)] = 0.01
@@ -204,7 +207,7 @@ class ScoringConfig(Section):
     """Working memory that scores may take beside the model; work is cut into pieces that fit."""
     replacement_sequences: Positive = 1
     """Held-out sequences on which each head alone is replaced by its twin."""
-    replacement_length: Positive = 512
+    replacement_length: Annotated[int, Field(ge=4)] = 512
     """Tokens of each such sequence."""
     gate_steps: Positive = 200
     """Optimiser steps of the learned gates (duo_gates)."""

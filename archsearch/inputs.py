@@ -1,24 +1,19 @@
-"""Looks into the files that a run will read, before any work: teacher, supernet, text, and probes that must fit."""
+"""Looks into the files that a run will read, before any work: teacher, supernet, text, and probes."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from .config import GdnConfig, ProbeKind, RunConfig, TeacherConfig, TextConfig
+from .config import GdnConfig, RunConfig, TeacherConfig, TextConfig
 from .data.corpora import load_tokens
 from .data.documents import open_corpus
-from .data.niah import Probe, retrieval_rows
-from .data.pairs_file import read_pairs
-from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, make_probes
-from .errors import ArchsearchError, ConfigError, EnvironmentFault
+from .errors import ConfigError, EnvironmentFault
 from .footprint import TRAIN
 from .models.gguf_cache import cached, read_config
 from .models.sources import Source, locate, resolve_path
@@ -30,6 +25,7 @@ from .models.teacher import (
     quiet_transformers,
 )
 from .plan import training_rows
+from .probe_inputs import check_probes, naming
 
 SIZES = (
     "hidden_size",
@@ -44,8 +40,6 @@ SIZES = (
 """Fields of a model's config that must be 1 or more where it has them."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files that transformers takes weights from, in its order, each whole or as an index of shards."""
-GENERAL_DRAWS = 4
-"""Prompts of each general kind that are drawn to see how long they are."""
 
 
 def check_teacher_files(config: TeacherConfig) -> None:
@@ -84,13 +78,9 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
         uses.append(("train", data.train, rows.text, rows.skip))
     for name, text, sequences, skipped in uses:
         if text.source == "file":
-            with _naming(f"data.{name}.path"):
+            with naming(f"data.{name}.path"):
                 _check_text(text, tokenizer, info.vocab_size, sequences, length, skipped)
-    _check_retrieval(config, tokenizer, rows.prompts)
-    _check_general(config, tokenizer, info.max_context)
-    if config.scoring.pairs_file is not None:
-        with _naming("scoring.pairs_file"):
-            _check_pairs(config.scoring.pairs_file, tokenizer, info.max_context)
+    check_probes(config, tokenizer, info.max_context, rows.prompts)
 
 
 def _locate(config: TeacherConfig) -> Source:
@@ -132,7 +122,7 @@ def _index(folder: Path, name: str) -> Path:
 def _check_supernet(config: RunConfig, info: TeacherInfo) -> None:
     """Refuses a supernet of another geometry, or trained with other options than the config sets."""
     source, gdn = config.supernet.source, config.supernet.gdn
-    with _naming("supernet.source"):
+    with naming("supernet.source"):
         path = resolve_path(source)
         meta = read_meta(path)
         try:
@@ -174,74 +164,3 @@ def _check_text(
             )
     elif next(iter(open_corpus(text, path).texts), None) is None:
         raise ConfigError(f"{path}: holds no text")
-
-
-def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
-    """Draws one prompt of each retrieval kind at each context: they may be too short for the needles."""
-    parts = (
-        ("probes.contexts", config.probes.contexts, config.probes.kinds),
-        ("scoring.contexts", config.scoring.contexts, config.scoring.retrieval),
-    )
-    for field, contexts, kinds in parts:
-        for index, context in enumerate(contexts):
-            with _naming(f"{field}[{index}]"):
-                for kind in kinds:
-                    if kind in RETRIEVAL_KINDS:
-                        _draw(config, tokenizer, kind, 1, context)
-    with _naming("data.sequence_length"):
-        retrieval_rows(
-            tokenizer,
-            min(prompts, 2),  # They take turns between one key and several.
-            config.data.sequence_length,
-            keys=config.probes.multi_keys,
-            digits=config.probes.digits,
-            seed=config.seed,
-        )
-
-
-def _check_general(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
-    """Draws general prompts: a tokenizer may not tell their answers apart, or the teacher may be too short."""
-    parts = (("probes.kinds", config.probes.kinds), ("scoring.general", config.scoring.general))
-    for field, kinds in parts:
-        for kind in kinds:
-            if kind in GENERAL_KINDS:
-                with _naming(field):
-                    probes = _draw(config, tokenizer, kind, GENERAL_DRAWS, max_context)
-                    _check_lengths(probes, kind, max_context)
-
-
-def _check_pairs(source: str, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
-    path = resolve_path(source)
-    for probes in read_pairs(path, tokenizer).values():
-        for name, pairs in probes.items():
-            _check_lengths(pairs, f"{path}: {name}", max_context)
-
-
-def _draw(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: ProbeKind,
-    count: int,
-    context: int,
-) -> list[Probe]:
-    keys, digits = config.probes.multi_keys, config.probes.digits
-    return make_probes(tokenizer, kind, count, context, keys=keys, digits=digits, seed=config.seed)
-
-
-def _check_lengths(probes: list[Probe], name: str, max_context: int) -> None:
-    longest = max((len(probe.prompt) + len(probe.answer) for probe in probes), default=0)
-    if longest > max_context:
-        raise ConfigError(
-            f"{name}: prompts of {longest} tokens are beyond the teacher's {max_context}"
-        )
-
-
-@contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """Puts the field before an error that does not name one already."""
-    try:
-        yield
-    except ArchsearchError as error:
-        if str(error).startswith("probes."):
-            raise
-        raise type(error)(f"{field}: {error}") from error

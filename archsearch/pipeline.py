@@ -11,7 +11,7 @@ from .console import Printer
 from .errors import RunFault
 from .memory import MemoryWatch
 from .models.teacher import inspect_teacher
-from .plan import STAGES, Plan, make_plan
+from .plan import STAGES, Plan, make_plan, scored_methods
 from .preflight import check_config, check_machine, check_memory, ignored_options
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
@@ -46,7 +46,7 @@ def run_stages(
 
     Raises RunFault at the end where trials failed.
     """
-    with _opened(config, run_dir, printer) as (context, memory):
+    with _opened(config, run_dir, printer, scored_methods(config)) as (context, memory):
         _run(context, memory, STAGES[: STAGES.index(last) + 1], printer)
         # Also where a kept search had failures: the same command says the same of the same run.
         failed = (run_dir.stage("search") or {}).get("failed", 0) if last == STAGES[-1] else 0
@@ -59,11 +59,13 @@ def run_methods(
 ) -> None:
     """Scores heads by these methods alone, and prints what each found. Scores that are there are kept.
 
-    Text and supernet are made only where one of the methods reads the twins.
+    Text and supernet are made only where one of the methods reads the twins. A report shows what is there.
     """
     needs_twins = any(METHODS[method].needs_supernet for method in methods)
-    with _opened(config, run_dir, printer) as (context, memory):
-        _run(context, memory, ("teacher", "data", "supernet") if needs_twins else (), printer)
+    # The report reads the model's shape from what the teacher's stage writes.
+    stages = ("teacher", "data", "supernet") if needs_twins else ("teacher",)
+    with _opened(config, run_dir, printer, methods) as (context, memory):
+        _run(context, memory, stages, printer)
         with printer.stage("scores") as progress:
             scored = score_heads(context, methods, progress)
             kept = [method for method in methods if method not in scored]
@@ -83,13 +85,13 @@ def _best(scores: ScoreTables) -> str:
 
 @contextmanager
 def _opened(
-    config: RunConfig, run_dir: RunDir, printer: Printer
+    config: RunConfig, run_dir: RunDir, printer: Printer, methods: Sequence[ScoreMethod]
 ) -> Iterator[tuple[RunContext, MemoryWatch]]:
-    """Locks the run directory and writes down what runs there."""
+    """Locks the run directory, writes down what runs there, and names what is without effect on these scores."""
     with run_dir, MemoryWatch() as memory:
         run_dir.freeze_config(config)
         run_dir.record_provenance(config.seed)
-        for warning in [*run_dir.warnings(), *ignored_options(config)]:
+        for warning in [*run_dir.warnings(), *ignored_options(config, methods)]:
             printer.line(f"warning: {warning}")
         yield RunContext(config, run_dir), memory
 

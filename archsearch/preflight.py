@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
@@ -16,13 +17,14 @@ from .config import (
     ProbeConfig,
     RetrievalKind,
     RunConfig,
+    ScoreMethod,
     ScoringConfig,
 )
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .footprint import TRAIN
 from .inputs import check_inputs, check_teacher_files
 from .models.teacher import TeacherInfo, pick_device, resolve_path
-from .plan import Plan
+from .plan import Plan, scored_methods
 from .report.records import bytes_text
 from .search.records import measured_metrics
 from .search.space import check_constraints
@@ -55,7 +57,6 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
             f"data.heldout_sequences {config.data.heldout_sequences}"
         )
     _check_metrics(config)
-    _check_min_pairs(config.scoring)
     check_constraints(config.search.constraints, info.shape, config.cost)
     check_inputs(config, info)
 
@@ -75,20 +76,11 @@ def _check_metrics(config: RunConfig) -> None:
             )
 
 
-def _check_min_pairs(scoring: ScoringConfig) -> None:
-    """Raises ConfigError where a capability cannot have as many pairs as it must."""
-    for capability in ("retrieval", "general"):
-        kinds = getattr(scoring, capability)
-        most = len(kinds) * scoring.pairs
-        if kinds and most < scoring.min_pairs:
-            raise ConfigError(
-                f"scoring.min_pairs: {scoring.min_pairs}, but scoring.{capability} has {len(kinds)} "
-                f"sub-probes of {scoring.pairs} pairs; allowed: 1 to {most}"
-            )
+def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None = None) -> list[str]:
+    """What the config sets and another of its options leaves without effect, a sentence each.
 
-
-def ignored_options(config: RunConfig) -> list[str]:
-    """What the config sets and another of its options leaves without effect, a sentence each."""
+    methods are the scores to compute; those of a whole run where they are None.
+    """
     found = []
     uses = {"path": "file", "name": "datasets", "split": "datasets", "temperature": "teacher"}
     for part, text in (("train", config.data.train), ("heldout", config.data.heldout)):
@@ -104,13 +96,40 @@ def ignored_options(config: RunConfig) -> list[str]:
         found.append("execution: the serial executor runs one worker in this process as it is")
     if config.supernet.source != TRAIN and config.supernet.rank:
         found.append("supernet.rank is ignored: the supernet is loaded as it is stored")
-    if "contexts" in config.scoring.model_fields_set and not config.scoring.retrieval:
-        found.append("scoring.contexts is ignored: scoring.retrieval is empty")
+    found += _ignored_scoring(
+        config.scoring, scored_methods(config) if methods is None else methods
+    )
     if "contexts" in config.probes.model_fields_set and not set(config.probes.kinds) & set(
         get_args(RetrievalKind)
     ):
         found.append("probes.contexts is ignored: probes.kinds has no retrieval prompts")
+    seeds = config.search.seeds
+    if "random_maps" in seeds.model_fields_set and "random" not in seeds.methods:
+        found.append("search.seeds.random_maps is ignored: search.seeds.methods has no random")
     return found
+
+
+def _ignored_scoring(scoring: ScoringConfig, methods: Collection[ScoreMethod]) -> list[str]:
+    reasons = (
+        (("contexts",), not scoring.retrieval, "scoring.retrieval is empty"),
+        (
+            ("pairs", "max_draws"),
+            not (scoring.retrieval or scoring.general),
+            "scoring.retrieval and scoring.general are empty",
+        ),
+        (
+            ("receiver_share", "sender_rounds"),
+            not scoring.sender_pairs,
+            "scoring.sender_pairs is 0",
+        ),
+        (("gate_steps",), "duo_gates" not in methods, "duo_gates is not among the scores"),
+    )
+    return [
+        f"scoring.{name} is ignored: {reason}"
+        for names, holds, reason in reasons
+        for name in names
+        if holds and name in scoring.model_fields_set
+    ]
 
 
 def check_machine(config: RunConfig, *, searches: bool = True) -> None:

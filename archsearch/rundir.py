@@ -29,6 +29,7 @@ RESUMABLE = ("search.trials", "search.max_retries", "execution.", "supernet.chec
 
 SCORES = "scores"
 """Folder of the scores files, beside scores.json of the causal ones."""
+SIMILARITY_FILE = "similarity.json"
 
 _PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "9p")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,15 +16,16 @@ from .config import RunConfig, ScoreMethod
 from .console import StageProgress
 from .data.corpora import load_tokens, training_batches
 from .data.niah import retrieval_rows
+from .errors import EnvironmentFault
 from .footprint import TRAIN
 from .models.supernet import Supernet
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
 from .plan import scored_methods, training_rows
 from .report.files import write_report
 from .report.records import bytes_text
-from .rundir import RunDir, score_file
+from .rundir import SIMILARITY_FILE, RunDir, score_file
 from .scoring.head_scores import HeadScores
-from .scoring.inputs import ScoreInputs
+from .scoring.inputs import ScoreInputs, SubProbe
 from .scoring.methods import METHODS
 from .scoring.pairs import draw_pairs
 from .scoring.similarity import measure_similarity
@@ -35,7 +36,6 @@ from .training.align import align
 from .training.loop import BatchSource
 
 SCHEMA = 1
-SIMILARITY_FILE = "similarity.json"
 
 
 @dataclass
@@ -47,6 +47,7 @@ class RunContext:
     loaded: Teacher | None = None
     supernet: Supernet | None = None
     outcome: SearchOutcome | None = None
+    drawn: Mapping[str, Mapping[str, SubProbe]] | None = None
 
     def teacher(self) -> Teacher:
         """The teacher, loaded at its first use."""
@@ -59,6 +60,17 @@ class RunContext:
         if self.supernet is None:
             self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher())
         return self.supernet
+
+    def pairs(self, progress: StageProgress) -> Mapping[str, Mapping[str, SubProbe]]:
+        """The pairs that the teacher answers, by capability and sub-probe, drawn at their first use.
+
+        Raises ConfigError where they are too few.
+        """
+        if self.drawn is None:
+            progress.begin("pairs")
+            seed = self.seed("scoring")
+            self.drawn = draw_pairs(self.teacher(), self.config, seed=seed, progress=progress)
+        return self.drawn
 
     def release(self) -> None:
         """Lets go of teacher and supernet: during the search the workers hold their own."""
@@ -159,6 +171,9 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         tokens = context.supernet.meta.get("tokens")
         trained = f", trained on {tokens:,} tokens" if tokens else ""
         return f"{bytes_text(target.stat().st_size)} from {config.supernet.source}{trained}"
+    # The scores need them: a teacher that answers too few is found before the training, not after it.
+    context.pairs(progress)
+    progress.begin("alignment")
     checkpoint = run_dir / "align.checkpoint.safetensors"
     if checkpoint.exists():
         progress.line("alignment goes on from its checkpoint")
@@ -207,7 +222,7 @@ def _score(context: RunContext, progress: StageProgress) -> str:
     score_heads(context, methods, progress)
     if not (run_dir / SIMILARITY_FILE).exists():
         progress.begin("similarity")
-        found = measure_similarity(context.teacher(), _score_tokens(context, progress))
+        found = measure_similarity(context.teacher(), _score_tokens(context))
         found.save(run_dir / SIMILARITY_FILE)
     causal = HeadScores.load(run_dir / score_file("causal"))
     counts = [
@@ -223,39 +238,49 @@ def score_heads(
 ) -> list[ScoreMethod]:
     """Writes the scores file of each method that has none yet: a run's config never changes what is in one.
 
-    Returns the methods that were computed. Raises ConfigError where the teacher answers too few pairs.
+    Returns the methods that were computed. Raises ConfigError where the teacher answers too few pairs,
+    EnvironmentFault where a method runs out of the GPU's memory.
     """
     run_dir = context.run_dir
     missing = [method for method in methods if not (run_dir / score_file(method)).exists()]
     if missing:
-        inputs = _score_inputs(context, progress)
+        needs_text = any(METHODS[method].needs_text for method in missing)
+        inputs = _score_inputs(context, progress, needs_text=needs_text)
         for method in missing:
             progress.begin(method)
-            METHODS[method].score(inputs).save(run_dir / score_file(method))
+            _score_by(method, inputs).save(run_dir / score_file(method))
     return missing
 
 
-def _score_inputs(context: RunContext, progress: StageProgress) -> ScoreInputs:
-    config, seed = context.config, context.seed("scoring")
-    tokens_NT = _score_tokens(context, progress)
-    progress.begin("pairs")
+def _score_by(method: ScoreMethod, inputs: ScoreInputs) -> HeadScores:
+    try:
+        return METHODS[method].score(inputs)
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition("\n")[0]
+        raise EnvironmentFault(
+            f"scoring.memory_gib: {inputs.config.memory_gib:g} is more than the GPU has free for {method} "
+            f"({said}); allowed: less"
+        ) from error
+
+
+def _score_inputs(context: RunContext, progress: StageProgress, *, needs_text: bool) -> ScoreInputs:
+    no_text = torch.empty(0, 0, dtype=torch.long)
     return ScoreInputs(
         teacher=context.teacher(),
-        capabilities=draw_pairs(context.teacher(), config, seed=seed, progress=progress),
-        heldout_NT=tokens_NT,
+        capabilities=context.pairs(progress),
+        heldout_NT=_score_tokens(context) if needs_text else no_text,
         supernet=context.twins,
-        config=config.scoring,
-        seed=seed,
+        config=context.config.scoring,
+        seed=context.seed("scoring"),
         progress=progress,
     )
 
 
-def _score_tokens(context: RunContext, progress: StageProgress) -> torch.Tensor:
+def _score_tokens(context: RunContext) -> torch.Tensor:
     """The held-out tokens that scores are measured on, [N, T] on the teacher's device."""
     scoring = context.config.scoring
-    rows = _heldout(context, progress)[
-        : scoring.replacement_sequences, : scoring.replacement_length
-    ]
+    rows = np.load(context.run_dir / HELDOUT_FILE)
+    rows = rows[: scoring.replacement_sequences, : scoring.replacement_length]
     return _token_tensor(rows).to(context.teacher().device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,56 @@ def test_own_pairs_that_do_not_serve_are_named(
     with pytest.raises(EnvironmentFault, match=r"^scoring\.pairs_file: .*no such file"):
         examine(run_config, f"scoring.pairs_file={path}")
     path.write_text(json.dumps(PAIR) + "\n")
-    examine(run_config, f"scoring.pairs_file={path}")
+    examine(run_config, f"scoring.pairs_file={path}", "scoring.min_pairs=1")
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match=message):
-        examine(run_config, f"scoring.pairs_file={path}")
+        examine(run_config, f"scoring.pairs_file={path}", "scoring.min_pairs=1")
+
+
+ONE_KIND = ("scoring.retrieval=[single]", "scoring.contexts=[96]", "scoring.pairs=2")
+
+
+@pytest.mark.parametrize(
+    ("counts", "overrides", "message"),
+    [
+        ({"user": 4}, (), ""),
+        (
+            {"user": 4, "mine": 3},
+            (),
+            r"^scoring\.pairs_file: .*pairs\.jsonl: too few pairs of mine \(3\); allowed: 4 or more ",
+        ),
+        ({"mine": 3}, ("scoring.min_pairs=3",), ""),
+        # Those of the file count beside ours.
+        ({"retrieval": 2}, ONE_KIND, ""),
+        (
+            {"retrieval": 1},
+            ONE_KIND,
+            r"^scoring\.min_pairs: 4, but scoring\.retrieval has 1 .* and .* 1 pairs of it; allowed: 1 to 3$",
+        ),
+    ],
+)
+def test_too_few_pairs_are_found_early(
+    run_config: Path,
+    tmp_path: Path,
+    counts: dict[str, int],
+    overrides: tuple[str, ...],
+    message: str,
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [PAIR | {"capability": name} for name, count in counts.items() for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = pytest.raises(ConfigError, match=message) if message else nullcontext()
+    with refused:
+        examine(run_config, f"scoring.pairs_file={path}", *overrides)
+
+
+def test_own_pairs_do_not_take_the_name_of_a_kind(run_config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    row = json.dumps(PAIR | {"capability": "retrieval", "probe": "single"}) + "\n"
+    path.write_text(row * 4)
+    examine(run_config, f"scoring.pairs_file={path}")
+    with pytest.raises(ConfigError) as caught:
+        examine(run_config, f"scoring.pairs_file={path}", *ONE_KIND)
+    assert str(caught.value) == (
+        f"scoring.pairs_file: {path}: probe single is one of ours; allowed: another name"
+    )

@@ -7,8 +7,10 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,14 +19,15 @@ from archsearch.cli import app
 from archsearch.config import ScoreMethod
 from archsearch.configfile import load_config
 from archsearch.console import Printer
-from archsearch.errors import ConfigError
+from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.headmap import HeadMap
-from archsearch.pipeline import plan_run, run_stages
+from archsearch.pipeline import plan_run, run_methods, run_stages
 from archsearch.plan import STAGES
 from archsearch.rundir import RunDir
 from archsearch.scoring.head_scores import HeadScores
 from archsearch.scoring.inputs import ScoreInputs
 from archsearch.scoring.methods import METHODS, Method
+from archsearch.scoring.pairs import draw_pairs
 from archsearch.stages import RunContext
 
 
@@ -167,16 +170,84 @@ def test_scores_that_read_no_twins_train_none(
     config, whole, _ = finished
     output = score(config, tmp_path, "causal", "retrieval_heads")
     assert "supernet" not in output
-    names = set(contents(tmp_path)) - CHANGING
-    assert names == {"config.json", "heldout.npy", "scores.json", "scores/retrieval_heads.json"}
-    for name in ("heldout.npy", "scores.json"):
+    scores = {"scores.json", "scores/retrieval_heads.json"}
+    stage = {"teacher.json", "stages.json", "stages/teacher.json"}
+    assert set(contents(tmp_path)) - CHANGING == {"config.json", *scores, *stage}
+    for name in ("teacher.json", "scores.json"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
-    # The run goes on with what is there: only the supernet is new to it.
-    times = {name: (tmp_path / name).stat().st_mtime_ns for name in names - {"config.json"}}
+    # The run goes on with what is there: text and supernet are new to it.
+    times = {name: (tmp_path / name).stat().st_mtime_ns for name in scores}
     score(config, tmp_path)
     assert times == {name: (tmp_path / name).stat().st_mtime_ns for name in times}
     for name in ("supernet.safetensors", "scores/replacement_kl.json", "similarity.json"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_report_shows_scores_that_were_asked_for_alone(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, _, _ = finished
+    score(config, tmp_path, "attribution")
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "attribution" in (tmp_path / "report/index.html").read_text()
+
+
+def test_a_gpu_that_is_too_small_for_a_score_is_named(
+    finished: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(inputs: ScoreInputs) -> HeadScores:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+
+    method = replace(METHODS["attribution"], score=run)
+    monkeypatch.setattr(stages, "METHODS", {"attribution": method})
+    settings, printer = load_config(finished[0], []), Printer(Console(quiet=True))
+    with pytest.raises(EnvironmentFault) as caught:
+        run_methods(settings, RunDir(tmp_path), printer, ["attribution"])
+    assert str(caught.value) == (
+        "scoring.memory_gib: 4 is more than the GPU has free for attribution (CUDA out of memory. Tried to "
+        "allocate 9 GiB); allowed: less"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 1}', '{"schema": 2, "composite": []}', "[]"])
+def test_a_scores_file_that_cannot_be_read_is_one_line(
+    finished: tuple[Path, Path, str], tmp_path: Path, text: str
+) -> None:
+    config, whole, _ = finished
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    (run_dir / "stages/scores.json").unlink()
+    (run_dir / "scores.json").write_text(text)
+    result = CliRunner().invoke(app, ["score", str(config), "--run-dir", str(run_dir)])
+    assert result.exit_code == 2, result.output
+    fault = f"archsearch: {run_dir}/scores.json: damaged or of another version ("
+    assert result.output.splitlines()[-1].startswith(fault)
+
+
+def test_too_few_pairs_are_found_before_the_twins_are_trained(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "align", None)  # Calling it would fail otherwise.
+    settings = load_config(run_config, ["scoring.retrieval=[single]", "scoring.contexts=[96]"])
+    with pytest.raises(ConfigError, match="too few pairs of retrieval"):
+        run_stages(settings, RunDir(tmp_path), Printer(Console(quiet=True)))
+    assert (tmp_path / "train.npy").exists()
+    assert not (tmp_path / "supernet.safetensors").exists()
+
+
+def test_pairs_are_drawn_once_for_twins_and_scores(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["seed"])
+        return draw_pairs(*args, **kwargs)
+
+    monkeypatch.setattr(stages, "draw_pairs", counted)
+    settings = load_config(run_config, ["supernet.tokens=128"])
+    run_stages(settings, RunDir(tmp_path), Printer(Console(quiet=True)), last="scores")
+    assert calls == [RunContext(settings, RunDir(tmp_path)).seed("scoring")]
 
 
 def test_scores_that_read_twins_get_them(finished: tuple[Path, Path, str], tmp_path: Path) -> None:

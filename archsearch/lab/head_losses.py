@@ -60,11 +60,9 @@ class Bench:
     ) -> Bench:
         """Batches pairs of similar length, both of whose rows a forward within memory_bytes takes at once."""
         labelled = [(name, pair) for name, found in pairs.items() for pair in found]
-        places = list(
-            pair_batches(
-                [pair for _, pair in labelled], MOST_PAIRS, forward_tokens(teacher, memory_bytes)
-            )
-        )
+        every = [pair for _, pair in labelled]
+        tokens = forward_tokens(teacher, every, memory_bytes)
+        places = list(pair_batches(every, MOST_PAIRS, tokens))
         batches = [
             PairBatch.of([labelled[i][1] for i in chosen], decay, teacher.device)
             for chosen in places

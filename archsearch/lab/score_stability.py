@@ -13,6 +13,7 @@ Legend: P pairs of a sub-probe, L layers, H query heads.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -52,12 +53,13 @@ def only(config: RunConfig, **fields: object) -> RunConfig:
 def effects_of(teacher: Teacher, pairs: Pairs, scoring: ScoringConfig) -> Bank:
     """Receiver effects by capability; usable pairs have a gap, so that none is NaN."""
     bank = {}
-    for name, probes in pairs.items():
+    for name, every in pairs.items():
+        probes = {kind: probe for kind, probe in every.items() if probe.pairs}
         found = receiver_effects(
             teacher,
             [pair for probe in probes.values() for pair in probe.pairs],
             decay=scoring.decay,
-            min_gap=0.0,
+            min_gap=-math.inf,
             memory_bytes=round(scoring.memory_gib * GIB),
         )
         parts = found.heads_PLH.split([len(probe.pairs) for probe in probes.values()])

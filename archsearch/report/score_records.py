@@ -6,16 +6,17 @@ Legend: L layers, H query heads a layer, G KV heads a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..headmap import ModelShape
-from ..rundir import SCORES, RunDir, score_file
+from ..rundir import SCORES, SIMILARITY_FILE, RunDir, score_file
 
-SCHEMA = 1
-SIMILARITY_FILE = "similarity.json"
+SCORE_SCHEMAS = (1, 2)
+"""Files of schema 1 may lack groups."""
+SIMILARITY_SCHEMAS = (1,)
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ def scores_from_json(data: Any, shape: ModelShape) -> Scores:
 
     Raises ValueError that names the part that is malformed.
     """
-    _check_schema(data)
+    _check_schema(data, SCORE_SCHEMAS)
     size = (shape.num_layers, shape.num_heads)
     return Scores(
         method=str(data.get("method", "causal")),
@@ -135,7 +136,7 @@ def scores_from_json(data: Any, shape: ModelShape) -> Scores:
 
 def similarity_from_json(data: Any, shape: ModelShape) -> Similarity:
     """Similarity from the data of its file. Raises ValueError that names the part that is malformed."""
-    _check_schema(data)
+    _check_schema(data, SIMILARITY_SCHEMAS)
     blocks = _table("blocks", data.get("blocks"), shape.num_layers, shape.num_layers)
     measure, heads = str(data.get("measure", "")), data.get("heads")
     if heads is None:
@@ -153,10 +154,10 @@ def _read(run_dir: RunDir, name: str, shape: ModelShape, parse: Callable[..., T]
         raise ConfigError(f"{run_dir / name}: damaged: {error}") from error
 
 
-def _check_schema(data: Any) -> None:
+def _check_schema(data: Any, known: Sequence[int]) -> None:
     found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    if found != SCHEMA:
-        raise ValueError(f"schema {found!r} is not {SCHEMA}")
+    if found not in known:
+        raise ValueError(f"schema {found!r} is not {' or '.join(map(str, known))}")
 
 
 def _rows(data: Any, key: str, height: int, width: int) -> Rows | None:

@@ -28,7 +28,7 @@ from ..progress import Progress, ignore_progress
 from .composite import Evidence, head_scores
 from .head_scores import HeadScores
 from .inputs import GIB, ScoreInputs
-from .pairs import MIN_GAP, PairBatch, pair_batches
+from .pairs import MIN_GAP, PairBatch, forward_tokens, pair_batches
 
 _MOST_PAIRS = 64
 """Pairs of a batch, however short they are."""
@@ -40,7 +40,8 @@ def attribution(inputs: ScoreInputs) -> HeadScores:
     """Mean estimated effect a capability, min-max over heads, mean over capabilities; no weight for consistency.
 
     To first order effects add up: a KV group's effect is the sum of its heads', signs included. Capabilities keep
-    the estimates as recv. Pairs whose gap is too small are left out; raises ValueError where no pair is left.
+    the estimates as recv. inputs' pairs are usable ones: only one whose prompts change nothing at all is left out.
+    Raises ValueError where no pair is left.
     """
     heads: dict[str, dict[str, Evidence]] = {}
     groups: dict[str, dict[str, Evidence]] = {}
@@ -49,6 +50,7 @@ def attribution(inputs: ScoreInputs) -> HeadScores:
             inputs.teacher,
             inputs.pairs(),
             decay=inputs.config.decay,
+            min_gap=-math.inf,
             memory_bytes=inputs.memory_bytes,
             progress=inputs.progress,
         )
@@ -90,7 +92,11 @@ def attribution_effects(
     """
     shape, done = teacher.shape, 0
     effects_PLH = torch.empty(len(pairs), shape.num_layers, shape.num_heads)
-    max_tokens = max(1, memory_bytes // _token_bytes(teacher.model))
+    # A forward is counted as well as the graph, for what fp32 attention keeps on a GPU.
+    max_tokens = min(
+        max(1, memory_bytes // _token_bytes(teacher.model)),
+        forward_tokens(teacher, pairs, memory_bytes),
+    )
     for places in pair_batches(pairs, _MOST_PAIRS, max_tokens):
         batch = PairBatch.of([pairs[place] for place in places], decay, teacher.device)
         effects_PLH[places] = _batch_effects(teacher.model, batch, min_gap).cpu()

@@ -8,6 +8,7 @@ Legend: P pairs, L layers, H query heads, G KV heads.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from itertools import cycle
 
@@ -29,7 +30,7 @@ def causal(inputs: ScoreInputs) -> HeadScores:
     """Composite causal score of every head and KV group (scores.json).
 
     A group's receiver effects are of all its heads patched at once, its sender effects the largest of its heads'.
-    inputs' pairs are usable ones, so that none is left out here for its gap.
+    inputs' pairs are usable ones, so that none is left out here for its gap; sub-probes without pairs only count.
     progress counts pairs: receivers', then senders' of every round that may come.
     """
     config = inputs.config
@@ -45,7 +46,7 @@ def causal(inputs: ScoreInputs) -> HeadScores:
             inputs.teacher,
             pairs,
             decay=config.decay,
-            min_gap=0.0,
+            min_gap=-math.inf,
             memory_bytes=inputs.memory_bytes,
             progress=_span(inputs.progress, done, len(pairs), steps),
         )
@@ -86,7 +87,7 @@ def sender_rounds(
             pairs,
             receivers,
             decay=config.decay,
-            min_gap=0.0,
+            min_gap=-math.inf,
             memory_bytes=inputs.memory_bytes,
             progress=_span(progress, 100 * (number - 1), 100, 100 * config.sender_rounds),
         )
@@ -140,6 +141,8 @@ def _evidence(
     for name, recv_PLH, whole_PLG in zip(
         probes, found.heads_PLH.split(sizes), found.groups_PLG.split(sizes), strict=True
     ):
+        if not len(recv_PLH):
+            continue
         send_PLH = send.get(name)
         num_groups = inputs.teacher.shape.num_kv_heads
         grouped = None if send_PLH is None else send_PLH.unflatten(-1, (num_groups, -1)).amax(-1)

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..rundir import replacing
 
-SCHEMA = 1
+SCHEMA = 2
+"""Files of schema 1 may lack groups."""
 
 Rows = list[list[float]]
 """A number a head as [layers][heads], or a KV group as [layers][KV heads]."""
@@ -64,6 +66,7 @@ class HeadScores:
             for key, rows in vars(capability).items():
                 if rows is not None and key != "probes":
                     _check_rows(f"{name}.{key}", rows, layers, heads)
+            _check_counts(f"{name}.probes", capability.probes)
 
     @classmethod
     def of(
@@ -104,8 +107,13 @@ class HeadScores:
 
     @classmethod
     def load(cls, path: Path) -> HeadScores:
-        """Reads a file written by save. Raises ValueError where it is none."""
-        return cls.from_json(json.loads(path.read_text()))
+        """Reads a file written by save. Raises ConfigError where it is none, or one of another schema."""
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}: damaged or of another version ({error}); remove it to have it made anew"
+            ) from error
 
 
 def groups_of(scores_LH: Tensor, num_kv_heads: int) -> Tensor:
@@ -126,3 +134,9 @@ def _check_rows(name: str, rows: Any, num_layers: int, num_heads: int) -> None:
     for value in (value for row in rows for value in row):
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"scores: {name} holds {value!r}, which is no finite number")
+
+
+def _check_counts(name: str, probes: Any) -> None:
+    for count in probes.values():
+        if not all(isinstance(count[key], int) for key in ("kept", "drawn")):
+            raise ValueError(f"scores: {name} does not count pairs kept and drawn")

@@ -18,7 +18,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class SubProbe:
-    """The pairs of one sub-probe that the teacher answers, of `drawn` that were tried."""
+    """The pairs of one sub-probe that the teacher answers, perhaps none, of `drawn` that were tried."""
 
     pairs: tuple[Probe, ...]
     drawn: int

@@ -22,11 +22,12 @@ from .retrieval_heads import retrieval_heads
 
 @dataclass(frozen=True)
 class Method:
-    """One way of scoring: needs_supernet tells whether it reads the twins."""
+    """One way of scoring: needs_supernet tells whether it reads the twins, needs_text whether it reads held-out text."""
 
     score: Callable[[ScoreInputs], HeadScores]
     title: str
     needs_supernet: bool = False
+    needs_text: bool = False
 
 
 METHODS: Mapping[ScoreMethod, Method] = {
@@ -34,10 +35,14 @@ METHODS: Mapping[ScoreMethod, Method] = {
     "attribution": Method(attribution, "attribution patching"),
     "retrieval_heads": Method(retrieval_heads, "retrieval-head copy score"),
     "duo_gates": Method(duo_gates, "learned gates (DuoAttention)"),
-    "replacement_kl": Method(replacement_kl, "single-replacement KL", needs_supernet=True),
+    "replacement_kl": Method(
+        replacement_kl, "single-replacement KL", needs_supernet=True, needs_text=True
+    ),
     "replacement_nll": Method(
         replacement_nll, "single-replacement retrieval NLL", needs_supernet=True
     ),
-    "leave_one_in": Method(leave_one_in, "leave-one-in", needs_supernet=True),
-    "restoration": Method(restoration, "layer-restoration KL", needs_supernet=True),
+    "leave_one_in": Method(leave_one_in, "leave-one-in", needs_supernet=True, needs_text=True),
+    "restoration": Method(
+        restoration, "layer-restoration KL", needs_supernet=True, needs_text=True
+    ),
 }

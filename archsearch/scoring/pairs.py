@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import ProbeKind, RunConfig, ScoringConfig
 from ..data.niah import Probe
 from ..data.pairs_file import read_pairs
-from ..data.tasks import make_probes
+from ..data.tasks import GENERAL_KINDS, make_probes
 from ..errors import ConfigError
 from ..models.sources import resolve_path
 from ..models.teacher import Teacher
@@ -117,21 +118,30 @@ def pair_batches(probes: Sequence[Probe], most: int, max_tokens: int) -> Iterato
         yield batch
 
 
-def forward_tokens(teacher: Teacher, memory_bytes: int) -> int:
-    """Tokens of a forward whose activations take at most about memory_bytes."""
+def forward_tokens(teacher: Teacher, probes: Sequence[Probe], memory_bytes: int) -> int:
+    """Tokens of a forward over probes whose activations take at most about memory_bytes."""
     config = teacher.model.config
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     numbers = 6 * config.hidden_size + 3 * config.intermediate_size + 3 * heads * config.head_dim
+    if teacher.device.type == "cuda" and teacher.model.dtype == torch.float32:
+        # Fused attention of fp32 on CUDA knows no grouped queries: torch then keeps the scores, about thrice.
+        longest = max((len(probe.prompt) + len(probe.answer) for probe in probes), default=0)
+        numbers += 3 * config.num_attention_heads * longest
     return max(1, int(memory_bytes // (numbers * teacher.model.dtype.itemsize)))
 
 
 def usable(
-    teacher: Teacher, probes: Sequence[Probe], *, decay: float, memory_bytes: int
+    teacher: Teacher,
+    probes: Sequence[Probe],
+    *,
+    decay: float,
+    memory_bytes: int,
+    min_gap: float = MIN_GAP,
 ) -> list[bool]:
     """For each pair: whether the teacher answers the clean prompt (greedily, every token), and its preference for
-    that answer over the distractor falls by more than MIN_GAP logits on the corrupt one."""
+    that answer over the distractor falls by more than min_gap logits on the corrupt one."""
     good = [False] * len(probes)
-    tokens = forward_tokens(teacher, memory_bytes)
+    tokens = forward_tokens(teacher, probes, memory_bytes)
     with torch.inference_mode():
         for indices in pair_batches(probes, 64, tokens):
             batch = PairBatch.of([probes[i] for i in indices], decay, teacher.device)
@@ -140,7 +150,7 @@ def usable(
             m_2P = batch.readout(teacher.model, hidden_2PAC.unflatten(0, (2, -1)))
             right_P = batch.answered(teacher.model, hidden_2PAC[: len(indices)])
             for index, fine in zip(
-                indices, (right_P & (m_2P[0] - m_2P[1] > MIN_GAP)).tolist(), strict=True
+                indices, (right_P & (m_2P[0] - m_2P[1] > min_gap)).tolist(), strict=True
             ):
                 good[index] = fine
     return good
@@ -151,77 +161,96 @@ def draw_pairs(
 ) -> dict[str, dict[str, SubProbe]]:
     """The pairs of every sub-probe of every capability: drawn until scoring.pairs of them are usable.
 
-    Sub-probes without a usable pair are left out, with a warning. progress counts sub-probes. Raises ConfigError
-    where a capability keeps fewer than scoring.min_pairs, and for prompts that cannot be written.
+    A sub-probe without a usable pair is kept for its count, with a warning. Random weights, which answer nothing,
+    get pairs as they come. progress counts sub-probes. Raises ConfigError where a capability has fewer than
+    scoring.min_pairs, and for prompts that cannot be written.
     """
-    scoring, found = config.scoring, {}
+    scoring = config.scoring
+    found: dict[str, dict[str, SubProbe]] = {}
     total, done = len(scoring.retrieval) + len(scoring.general), 0
     for capability in ("retrieval", "general"):
         kinds: Sequence[ProbeKind] = getattr(scoring, capability)
-        kept: dict[str, SubProbe] = {}
         for kind in kinds:
-            kept[kind] = _draw(teacher, config, kind, seed)
+            found.setdefault(capability, {})[kind] = _draw(teacher, config, kind, seed)
             done += 1
             progress(done, total)
-        if kinds:
-            found[capability] = _checked(kept, capability, f"scoring.{capability}", scoring)
     if scoring.pairs_file is not None:
         path = resolve_path(scoring.pairs_file)
         for capability, probes in read_pairs(path, teacher.tokenizer).items():
-            own = {name: _filtered(teacher, pairs, scoring) for name, pairs in probes.items()}
-            other = found.get(capability, {})
-            if twice := set(own) & set(other):
+            other = found.setdefault(capability, {})
+            if twice := set(probes) & set(other):
                 raise ConfigError(
                     f"{path}: probe {min(twice)} is one of ours; allowed: another name"
                 )
-            found[capability] = other | _checked(own, capability, str(path), scoring)
+            other |= {name: _filtered(teacher, pairs, config) for name, pairs in probes.items()}
+    for capability, kept in found.items():
+        _check(kept, capability, scoring)
     return found
 
 
 def _draw(teacher: Teacher, config: RunConfig, kind: ProbeKind, seed: int) -> SubProbe:
-    """Draws pairs of a kind, retrieval contexts by turns, until enough are usable or max_draws is reached."""
-    scoring, probes = config.scoring, config.probes
+    """Draws pairs of a kind until enough are usable or max_draws is reached, retrieval at every context alike."""
+    scoring = config.scoring
+    contexts = scoring.contexts[:1] if kind in GENERAL_KINDS else scoring.contexts
+    parts = []
+    for place, context in enumerate(contexts):
+        wanted = len(range(place, scoring.pairs, len(contexts)))
+        part = _draw_at(teacher, config, kind, context, wanted, seed)
+        if wanted and not part.pairs and len(contexts) > 1:
+            _LOG.warning("scores: the teacher answers no %s pair of %d tokens", kind, context)
+        parts.append(part)
+    by_turns = zip_longest(*(part.pairs for part in parts))
+    pairs = tuple(pair for turn in by_turns for pair in turn if pair is not None)
+    return SubProbe(pairs, sum(part.drawn for part in parts))
+
+
+def _draw_at(
+    teacher: Teacher, config: RunConfig, kind: ProbeKind, context: int, wanted: int, seed: int
+) -> SubProbe:
     kept: list[Probe] = []
-    drawn, most = 0, scoring.pairs * scoring.max_draws
-    while len(kept) < scoring.pairs and drawn < most:
-        wanted = range(drawn, min(most, drawn + scoring.pairs - len(kept)))
-        pairs = [
-            probe
-            for i in wanted
-            for probe in make_probes(
-                teacher.tokenizer,
-                kind,
-                1,
-                scoring.contexts[i % len(scoring.contexts)],
-                keys=probes.multi_keys,
-                digits=probes.digits,
-                seed=seed,
-                start=i,
-            )
-        ]
-        kept += _filtered(teacher, pairs, scoring).pairs
-        drawn += len(pairs)
+    drawn, most = 0, wanted * config.scoring.max_draws
+    while len(kept) < wanted and drawn < most:
+        count = min(most - drawn, wanted - len(kept))
+        pairs = make_probes(
+            teacher.tokenizer,
+            kind,
+            count,
+            context,
+            keys=config.probes.multi_keys,
+            digits=config.probes.digits,
+            seed=seed,
+            start=drawn,
+        )
+        kept += _filtered(teacher, pairs, config).pairs
+        drawn += count
     return SubProbe(tuple(kept), drawn)
 
 
-def _filtered(teacher: Teacher, pairs: Sequence[Probe], scoring: ScoringConfig) -> SubProbe:
-    memory = round(scoring.memory_gib * GIB)
-    good = usable(teacher, pairs, decay=scoring.decay, memory_bytes=memory)
+def _filtered(teacher: Teacher, pairs: Sequence[Probe], config: RunConfig) -> SubProbe:
+    if config.teacher.random_weights:
+        return SubProbe(tuple(pairs), len(pairs))
+    scoring = config.scoring
+    good = usable(
+        teacher,
+        pairs,
+        decay=scoring.decay,
+        memory_bytes=round(scoring.memory_gib * GIB),
+        min_gap=scoring.min_gap,
+    )
     return SubProbe(tuple(p for p, fine in zip(pairs, good, strict=True) if fine), len(pairs))
 
 
-def _checked(
-    probes: Mapping[str, SubProbe], capability: str, field: str, scoring: ScoringConfig
-) -> dict[str, SubProbe]:
-    """The sub-probes that have pairs. Raises ConfigError where those are too few."""
-    counts = ", ".join(f"{name} {len(p.pairs)} of {p.drawn}" for name, p in probes.items())
+def _check(probes: Mapping[str, SubProbe], capability: str, scoring: ScoringConfig) -> None:
+    """Warns of sub-probes without pairs. Raises ConfigError where all together have too few."""
     kept = sum(len(probe.pairs) for probe in probes.values())
     if kept < scoring.min_pairs:
+        counts = ", ".join(f"{name} {len(p.pairs)} of {p.drawn}" for name, p in probes.items())
+        ours = capability in ("retrieval", "general")
+        field = f"scoring.{capability}" if ours else "scoring.pairs_file"
         raise ConfigError(
-            f"{field}: the teacher answers too few pairs of {capability} ({counts}); allowed: "
-            f"{scoring.min_pairs} or more together (scoring.min_pairs), of sub-probes that it can answer"
+            f"{field}: the teacher answers too few pairs of {capability}, or does not tell them from the corrupt "
+            f"ones ({counts}); allowed: {scoring.min_pairs} or more together (scoring.min_pairs)"
         )
     for name, probe in probes.items():
         if not probe.pairs:
-            _LOG.warning("scores: the teacher answers no pair of %s, which is left out", name)
-    return {name: probe for name, probe in probes.items() if probe.pairs}
+            _LOG.warning("scores: no pair of %s is usable: it is left out", name)

@@ -59,7 +59,9 @@ def receiver_effects(
     groups_PLG = torch.empty(len(probes), shape.num_layers, shape.num_kv_heads)
     most, done = _most_pairs(teacher, probes, memory_bytes), 0
     with torch.inference_mode(), tail_precision(teacher.model.dtype):
-        for indices in pair_batches(probes, most, forward_tokens(teacher, memory_bytes // 2)):
+        for indices in pair_batches(
+            probes, most, forward_tokens(teacher, probes, memory_bytes // 2)
+        ):
             batch = PairBatch.of([probes[i] for i in indices], decay, teacher.device)
             effects_PLX = _effects(teacher, batch, min_gap).float().cpu()
             heads_PLH[indices], groups_PLG[indices] = effects_PLX.split(

@@ -15,6 +15,7 @@ from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .head_scores import HeadScores
 from .inputs import ScoreInputs
+from .retrieval_heads import retrieval_pairs
 from .swaps import MEMORY_BYTES, Swap, Sweep, heads_and_groups, scores_of
 
 
@@ -45,7 +46,7 @@ def replacement_nll(inputs: ScoreInputs) -> HeadScores:
     damage_SP = nll_damage(
         inputs.teacher,
         inputs.supernet(),
-        inputs.pairs(capability="retrieval") or inputs.pairs(capability="user") or inputs.pairs(),
+        retrieval_pairs(inputs),
         swaps,
         memory_bytes=inputs.memory_bytes,
         progress=inputs.progress,

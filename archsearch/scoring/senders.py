@@ -80,6 +80,8 @@ class LayerRecord:
     """Head outputs, corrupt less clean."""
     attended_MC: Tensor | None = None
     """What attention adds on the clean prompt; the answer positions once more at the end."""
+    answers_2AC: Tensor | None = None
+    """What attention adds at the answer positions, on the clean and on the corrupt prompt."""
     inputs_TC: Tensor | None = None
     """The normed input of attention on the clean prompt, kept in layers with receivers."""
 
@@ -153,19 +155,29 @@ class PairRun:
             if index in self.places:
                 handles.append(layer.self_attn.register_forward_pre_hook(_keep_input(record)))
         try:
-            output = self.model.model(input_ids=self.batch.ids_2PT, use_cache=False)
+            self.model.model(input_ids=self.batch.ids_2PT, use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        hidden_2AC = self.batch.at_answers(output.last_hidden_state)
+        self.gap = self._gap()
+
+    def _gap(self) -> float:
+        """m(x) - m(x'), by the same fp32 route that senders take and receiver scores too."""
+        embedded = self.model.model.embed_tokens(self.batch.ids_2PT)
+        streams_2AC = self.batch.at_answers(embedded).float()
+        for layer, record in zip(self.model.model.layers, self.records, strict=True):
+            assert record.answers_2AC is not None
+            streams_2AC = feed_forward(layer, streams_2AC + record.answers_2AC.float())
+        hidden_2AC = self.model.model.norm(streams_2AC)
         m_21 = self.batch.readout(self.model, hidden_2AC.unsqueeze(1))
-        self.gap = float(m_21[0, 0] - m_21[1, 0])
+        return float(m_21[0, 0] - m_21[1, 0])
 
     def _keep_outputs(self, record: LayerRecord, place: torch.device) -> Any:
         def hook(_: Any, args: Any, output_2TC: Tensor) -> None:
             heads_2UHD = args[0][:, self.first :].unflatten(-1, (-1, self.model.config.head_dim))
             record.change_UHD = (heads_2UHD[1] - heads_2UHD[0]).to(place)
             attended_UC = output_2TC[0, self.first :]
+            record.answers_2AC = self.batch.at_answers(output_2TC)
             record.attended_MC = torch.cat([attended_UC, attended_UC[self.answer_rows]]).to(place)
 
         return hook

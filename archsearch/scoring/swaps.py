@@ -24,7 +24,7 @@ from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .head_scores import HeadScores
 from .inputs import GIB
-from .streams import feed_forward, tail_precision
+from .streams import feed_forward
 from .swap_readouts import AnswerNll, Kl, Read, clean_row
 
 MEMORY_BYTES = 4 * GIB
@@ -139,12 +139,11 @@ class Sweep:
         with torch.inference_mode():
             for chosen in self._batches(lengths, most):
                 ids_BT, read = prepare(chosen)
-                with tail_precision(self.base.dtype):
-                    for places, values_KB in self._streams(ids_BT, read, most):
-                        values_SN[torch.tensor(places).unsqueeze(1), chosen] = values_KB.cpu()
-                        if places != [count]:
-                            done += values_KB.numel()
-                            self.progress(done, total)
+                for places, values_KB in self._streams(ids_BT, read, most):
+                    values_SN[torch.tensor(places).unsqueeze(1), chosen] = values_KB.cpu()
+                    if places != [count]:
+                        done += values_KB.numel()
+                        self.progress(done, total)
         return values_SN[-1], values_SN[:-1]
 
     def _streams(self, ids_BT: Tensor, read: Read, most: int) -> Iterator[tuple[list[int], Tensor]]:

@@ -246,7 +246,7 @@ def test_depths_are_spread(kind: ProbeKind, start: int) -> None:
 
 
 def test_needle_probes_stay_the_same() -> None:
-    """Figures in the lab book were measured on these: a change here makes them incomparable."""
+    """Pinned so that later figures compare: a change here makes them incomparable."""
     ids = [
         (probe.prompt, probe.answer, probe.corrupt_prompt, probe.distractor)
         for kind in ("single", "multikey")

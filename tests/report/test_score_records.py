@@ -67,7 +67,7 @@ def test_query_heads_read_the_kv_head_of_their_group() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema": 2}, "schema 2 is not 1"),
+        ({"schema": 3}, "schema 3 is not 1 or 2"),
         ({"composite": None}, "composite is not 6 x 4"),
         ({"composite": [[0.0] * 3] * 6}, "composite is not 6 x 4"),
         ({"groups": [[0.0] * 4] * 6}, "groups is not 6 x 2"),

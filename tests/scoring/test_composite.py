@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from archsearch.errors import ConfigError
 from archsearch.scoring.composite import Evidence, composite, head_scores, summarise
 from archsearch.scoring.head_scores import HeadScores, groups_of
 
@@ -106,15 +107,24 @@ def test_plain_scores_survive_json() -> None:
     assert scores.groups[0][1] == pytest.approx(float(values[0, 2:].max()))
 
 
+EVIDENCE = {"recv": [[0.0, 0.0]], "send": None, "consistency": [[0.0, 0.0]]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema 2 is not 1"),
+        ({"schema": 1}, "schema 1 is not 2"),
         ({"composite": [[0.0], [0.0, 1.0]]}, "is not 2 x 1"),
         ({"composite": [[NAN, 0.0]]}, "no finite number"),
         ({"groups": [[0.0], [0.0]]}, "is not 1 x 1"),
         ({"spread": [["a", 0.0]]}, "no finite number"),
         ({"capabilities": {"single": {"recv": [[0.0, 0.0]]}}}, "malformed"),
+        ({"capabilities": {"single": EVIDENCE | {"probes": {"a": {"kept": 3}}}}}, "malformed"),
+        ({"capabilities": {"single": EVIDENCE | {"probes": []}}}, "malformed"),
+        (
+            {"capabilities": {"single": EVIDENCE | {"probes": {"a": {"kept": 3, "drawn": ""}}}}},
+            "does not count pairs",
+        ),
         ({"method": None, "capabilities": None}, "malformed"),
     ],
 )
@@ -122,3 +132,11 @@ def test_a_malformed_file_is_refused(change: dict, message: str) -> None:
     good = HeadScores.of("causal", torch.zeros(1, 2), torch.zeros(1, 1)).to_json()
     with pytest.raises(ValueError, match=message):
         HeadScores.from_json(good | change)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b'{"schema": 1}'])
+def test_a_file_that_is_none_is_named(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "scores.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"^{path}: damaged or of another version \("):
+        HeadScores.load(path)

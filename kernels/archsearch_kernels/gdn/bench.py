@@ -30,7 +30,7 @@ HALF_LIVES = {"short": 64.0, "long": 65536.0}
 CHECKED_TOKENS = 500
 LARGEST_ERROR = 1e-2
 BYTES_A_TOKEN_HEAD = 4 * 2 * DIM + 2 * 2 + 2 * 2
-"""q, k, v, o, and what a and b bring: the floor of anchors.md."""
+"""Least bytes to move: q, k, v, o, and what a and b bring."""
 FLA_SECONDS = 60.0
 """fla-core compiles and tunes for each shape; after so many seconds the bench does without the rest."""
 

@@ -1,0 +1,141 @@
+"""Looks into the prompts of a run before any work: they must fit, and own pairs must serve."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from .config import ProbeKind, RunConfig, ScoringConfig
+from .data.niah import Probe, retrieval_rows
+from .data.pairs_file import read_pairs
+from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, make_probes
+from .errors import ArchsearchError, ConfigError
+from .models.sources import resolve_path
+
+CAPABILITIES = ("retrieval", "general")
+"""Those that have sub-probes of ours."""
+GENERAL_DRAWS = 4
+"""Prompts of each general kind that are drawn to see how long they are."""
+
+
+def check_probes(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_context: int, prompts: int
+) -> None:
+    """Draws probes of each kind and length and, where the run trains on prompts, such; reads own pairs.
+
+    Raises ConfigError with the field, for own pairs also with the file.
+    """
+    scoring, own = config.scoring, Counter[str]()
+    _check_retrieval(config, tokenizer, prompts)
+    _check_general(config, tokenizer, max_context)
+    if scoring.pairs_file is not None:
+        with naming("scoring.pairs_file"):
+            own = _check_pairs(scoring, resolve_path(scoring.pairs_file), tokenizer, max_context)
+    _check_min_pairs(scoring, own)
+
+
+def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
+    """Draws one prompt of each retrieval kind at each context: they may be too short for the needles."""
+    parts = (
+        ("probes.contexts", config.probes.contexts, config.probes.kinds),
+        ("scoring.contexts", config.scoring.contexts, config.scoring.retrieval),
+    )
+    for field, contexts, kinds in parts:
+        for index, context in enumerate(contexts):
+            with naming(f"{field}[{index}]"):
+                for kind in kinds:
+                    if kind in RETRIEVAL_KINDS:
+                        _draw(config, tokenizer, kind, 1, context)
+    with naming("data.sequence_length"):
+        retrieval_rows(
+            tokenizer,
+            min(prompts, 2),  # They take turns between one key and several.
+            config.data.sequence_length,
+            keys=config.probes.multi_keys,
+            digits=config.probes.digits,
+            seed=config.seed,
+        )
+
+
+def _check_general(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_context: int) -> None:
+    """Draws general prompts: a tokenizer may not tell their answers apart, or the teacher may be too short."""
+    parts = (("probes.kinds", config.probes.kinds), ("scoring.general", config.scoring.general))
+    for field, kinds in parts:
+        for kind in kinds:
+            if kind in GENERAL_KINDS:
+                with naming(field):
+                    probes = _draw(config, tokenizer, kind, GENERAL_DRAWS, max_context)
+                    _check_lengths(probes, kind, max_context)
+
+
+def _check_pairs(
+    scoring: ScoringConfig, path: Path, tokenizer: PreTrainedTokenizerBase, max_context: int
+) -> Counter[str]:
+    """Pairs in the file of each capability."""
+    counts = Counter[str]()
+    for capability, probes in read_pairs(path, tokenizer).items():
+        for name, pairs in probes.items():
+            _check_lengths(pairs, f"{path}: {name}", max_context)
+            counts[capability] += len(pairs)
+        if twice := set(probes) & set(_kinds(scoring, capability)):
+            raise ConfigError(f"{path}: probe {min(twice)} is one of ours; allowed: another name")
+    return counts
+
+
+def _check_min_pairs(scoring: ScoringConfig, own: Mapping[str, int]) -> None:
+    """Raises ConfigError where a capability cannot have as many pairs as it must; own are those of the file."""
+    for capability in dict.fromkeys((*CAPABILITIES, *own)):
+        kinds, count = _kinds(scoring, capability), own.get(capability, 0)
+        most = len(kinds) * scoring.pairs + count
+        if not most or most >= scoring.min_pairs:
+            continue
+        if not kinds:
+            raise ConfigError(
+                f"scoring.pairs_file: {scoring.pairs_file}: too few pairs of {capability} ({count}); allowed: "
+                f"{scoring.min_pairs} or more together (scoring.min_pairs)"
+            )
+        file = f" and scoring.pairs_file {count} pairs of it" if count else ""
+        raise ConfigError(
+            f"scoring.min_pairs: {scoring.min_pairs}, but scoring.{capability} has {len(kinds)} sub-probes of "
+            f"{scoring.pairs} pairs{file}; allowed: 1 to {most}"
+        )
+
+
+def _kinds(scoring: ScoringConfig, capability: str) -> tuple[str, ...]:
+    """Our sub-probes of a capability; a file may name any other."""
+    kinds: tuple[str, ...] = getattr(scoring, capability) if capability in CAPABILITIES else ()
+    return kinds
+
+
+def _draw(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: ProbeKind,
+    count: int,
+    context: int,
+) -> list[Probe]:
+    keys, digits = config.probes.multi_keys, config.probes.digits
+    return make_probes(tokenizer, kind, count, context, keys=keys, digits=digits, seed=config.seed)
+
+
+def _check_lengths(probes: list[Probe], name: str, max_context: int) -> None:
+    longest = max((len(probe.prompt) + len(probe.answer) for probe in probes), default=0)
+    if longest > max_context:
+        raise ConfigError(
+            f"{name}: prompts of {longest} tokens are beyond the teacher's {max_context}"
+        )
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Puts the field before an error that does not name one already."""
+    try:
+        yield
+    except ArchsearchError as error:
+        if str(error).startswith("probes."):
+            raise
+        raise type(error)(f"{field}: {error}") from error
