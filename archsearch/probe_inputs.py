@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from .config import ProbeKind, RunConfig, ScoringConfig
 from .data.niah import Probe, retrieval_rows
 from .data.pairs_file import read_pairs
-from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, make_probes
+from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, UnknownWords, make_probes
 from .errors import ArchsearchError, ConfigError
 from .models.sources import resolve_path
 
@@ -41,15 +41,22 @@ def check_probes(
 def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
     """Draws one prompt of each retrieval kind at each context: they may be too short for the needles."""
     parts = (
-        ("probes.contexts", config.probes.contexts, config.probes.kinds),
-        ("scoring.contexts", config.scoring.contexts, config.scoring.retrieval),
+        ("probes.kinds", config.probes.kinds, "probes.contexts", config.probes.contexts),
+        (
+            "scoring.retrieval",
+            config.scoring.retrieval,
+            "scoring.contexts",
+            config.scoring.contexts,
+        ),
     )
-    for field, contexts, kinds in parts:
+    for kinds_field, kinds, field, contexts in parts:
         for index, context in enumerate(contexts):
-            with naming(f"{field}[{index}]"):
-                for kind in kinds:
-                    if kind in RETRIEVAL_KINDS:
+            for kind in (kind for kind in kinds if kind in RETRIEVAL_KINDS):
+                try:
+                    with naming(f"{field}[{index}]"):
                         _draw(config, tokenizer, kind, 1, context)
+                except UnknownWords as error:
+                    raise ConfigError(f"{kinds_field}: {error.__cause__ or error}") from error
     with naming("data.sequence_length"):
         retrieval_rows(
             tokenizer,

@@ -299,3 +299,9 @@ def test_own_pairs_do_not_take_the_name_of_a_kind(run_config: Path, tmp_path: Pa
     assert str(caught.value) == (
         f"scoring.pairs_file: {path}: probe single is one of ours; allowed: another name"
     )
+
+
+def test_retrieval_kinds_that_a_tokenizer_cannot_say_are_named() -> None:
+    tiny = Path("search_spaces/tiny.yaml")
+    with pytest.raises(ConfigError, match=r"^scoring\.retrieval: tracking probes: .* no token"):
+        examine(tiny, "scoring.retrieval=[single,tracking]")

@@ -23,6 +23,10 @@ _DRAWS = 50
 _GOLDEN = 0.6180339887498949
 
 
+class UnknownWords(ConfigError):
+    """A kind of probes that the tokenizer cannot write."""
+
+
 def metric_name(kind: str) -> str:
     """What metrics of a kind are called: `niah_KIND` for needles, else the kind itself."""
     return f"niah_{kind}" if kind in RETRIEVAL_KINDS and kind != "tracking" else kind
@@ -85,7 +89,7 @@ def _first_aligned(
     tokenizer: PreTrainedTokenizerBase, draw: Callable[[], Pair], kind: str, context: int | None
 ) -> Probe:
     """The first pair drawn whose tokens line up. Raises ConfigError after _DRAWS of them that do not."""
-    reason = ""
+    reason, unknown = "", False
     for _ in range(_DRAWS):
         pair = draw()
         try:
@@ -95,7 +99,11 @@ def _first_aligned(
             continue
         if not _unknown(tokenizer, probe):
             return probe
-        reason = "it has no token for a word of the prompt"
+        unknown = True
+    if unknown:
+        raise UnknownWords(
+            f"{kind} probes: this tokenizer has no token for some of their words; allowed: other kinds"
+        )
     field = "probes.digits: " if kind in SCENES else ""
     raise ConfigError(
         f"{field}{kind} probes: with this tokenizer {_DRAWS} draws gave no two prompts of equally many "
