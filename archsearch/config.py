@@ -190,7 +190,7 @@ class ScoringConfig(Section):
     """Least pairs a capability, all its sub-probes together; with fewer the run ends."""
     contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1024,)
     """Lengths in tokens of retrieval pairs, by turns."""
-    min_gap: Annotated[float, Field(ge=0)] = 0.1
+    min_gap: Annotated[float, Field(ge=0)] = 1.0
     """Least difference, in logits, between what the teacher thinks of the answer on the clean and on the corrupt
     prompt; pairs with less are dropped, since effects are shares of it."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.9
