@@ -77,6 +77,16 @@ class Probe:
     corrupt_prompt: tuple[int, ...]
     distractor: tuple[int, ...]
 
+    @property
+    def clean_row(self) -> tuple[int, ...]:
+        """The clean prompt and all of its answer but the last token, which predicts nothing that is asked."""
+        return self.prompt + self.answer[:-1]
+
+    @property
+    def corrupt_row(self) -> tuple[int, ...]:
+        """The corrupt prompt, followed as the clean one is."""
+        return self.corrupt_prompt + self.answer[:-1]
+
 
 class ProbeBatch(NamedTuple):
     """Probes as left-padded rows, on the CPU."""

@@ -67,12 +67,8 @@ def attribution(inputs: ScoreInputs) -> HeadScores:
             heads[name][probe] = Evidence(effects_PLH)
             groups[name][probe] = Evidence(by_group.sum(-1))
     heads, groups = ({n: p for n, p in each.items() if p} for each in (heads, groups))
-    counts = {
-        name: {probe: {"kept": len(p.pairs), "drawn": p.drawn} for probe, p in probes.items()}
-        for name, probes in inputs.capabilities.items()
-    }
     # With this threshold every sub-probe counts: the estimates are taken as they are.
-    return head_scores("attribution", heads, groups, -math.inf, counts)
+    return head_scores("attribution", heads, groups, -math.inf, inputs.counts())
 
 
 def attribution_effects(

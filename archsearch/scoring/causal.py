@@ -56,8 +56,7 @@ def causal(inputs: ScoreInputs) -> HeadScores:
         done += rounds * config.sender_pairs
         heads[name], groups[name] = _evidence(inputs, probes, found, send)
     inputs.progress(steps, steps)
-    counts = {name: _counts(probes) for name, probes in inputs.capabilities.items()}
-    return head_scores("causal", heads, groups, config.threshold, counts)
+    return head_scores("causal", heads, groups, config.threshold, inputs.counts())
 
 
 def receivers_of(effects_LH: Tensor, share: float, threshold: float) -> frozenset[Head]:
@@ -149,10 +148,6 @@ def _evidence(
         heads[name] = Evidence(recv_PLH, send_PLH)
         groups[name] = Evidence(whole_PLG, grouped)
     return heads, groups
-
-
-def _counts(probes: Mapping[str, SubProbe]) -> dict[str, dict[str, int]]:
-    return {name: {"kept": len(p.pairs), "drawn": p.drawn} for name, p in probes.items()}
 
 
 def _span(progress: Progress, start: int, size: int, total: int) -> Progress:

@@ -82,7 +82,7 @@ def learn_gates(
     over positions and C, plus PENALTY times the mean gate.
     """
     model, shape = teacher.model, teacher.shape
-    rows = [torch.tensor([p.prompt + p.answer[:-1]], device=teacher.device) for p in probes]
+    rows = [torch.tensor([p.clean_row], device=teacher.device) for p in probes]
     sizes = [len(probe.answer) for probe in probes]
     with torch.no_grad():
         targets = [

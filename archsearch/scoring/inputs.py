@@ -41,6 +41,16 @@ class ScoreInputs:
         """Working memory that a method may take beside the model."""
         return round(self.config.memory_gib * GIB)
 
+    def counts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Pairs kept and drawn, by capability and sub-probe, as a scores file tells them."""
+        return {
+            capability: {
+                name: {"kept": len(probe.pairs), "drawn": probe.drawn}
+                for name, probe in probes.items()
+            }
+            for capability, probes in self.capabilities.items()
+        }
+
     def pairs(self, *, capability: str | None = None) -> Sequence[Probe]:
         """All pairs, or those of one capability (none where the run leaves it out)."""
         return [

@@ -46,7 +46,9 @@ class PairBatch:
     @classmethod
     def of(cls, probes: Sequence[Probe], decay: float, device: torch.device) -> PairBatch:
         """Raises ValueError where a pair's prompts or answers differ in length."""
-        rows = [*map(_clean_row, probes), *map(_corrupt_row, probes)]
+        for probe in probes:
+            _check_lengths(probe)
+        rows = [*(probe.clean_row for probe in probes), *(probe.corrupt_row for probe in probes)]
         ids_2PT = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for index, row in enumerate(rows):
             ids_2PT[index, : len(row)] = torch.tensor(row)
@@ -86,15 +88,10 @@ class PairBatch:
         return answered_P
 
 
-def _clean_row(probe: Probe) -> tuple[int, ...]:
+def _check_lengths(probe: Probe) -> None:
     same_prompts = len(probe.prompt) == len(probe.corrupt_prompt)
     if not same_prompts or len(probe.answer) != len(probe.distractor) or not probe.answer:
         raise ValueError("a pair needs prompts of one length and answers of one length")
-    return probe.prompt + probe.answer[:-1]
-
-
-def _corrupt_row(probe: Probe) -> tuple[int, ...]:
-    return probe.corrupt_prompt + probe.answer[:-1]
 
 
 def _weights(size: int, longest: int, decay: float) -> list[float]:
@@ -109,7 +106,7 @@ def pair_batches(probes: Sequence[Probe], most: int, max_tokens: int) -> Iterato
     """
     batch: list[int] = []
     for index in sorted(range(len(probes)), key=lambda i: len(probes[i].prompt)):
-        tokens = 2 * len(_clean_row(probes[index]))
+        tokens = 2 * len(probes[index].clean_row)
         if batch and (len(batch) >= most or (len(batch) + 1) * tokens > max_tokens):
             yield batch
             batch = []

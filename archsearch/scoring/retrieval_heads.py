@@ -55,7 +55,7 @@ def copy_scores(teacher: Teacher, probe: Probe) -> Tensor:
     the needle's value and is that same token. Costs one forward and A rows of each head's attention.
     """
     num_answers = len(probe.answer)
-    ids_1T = torch.tensor([probe.prompt + probe.answer[:-1]], device=teacher.device)
+    ids_1T = torch.tensor([probe.clean_row], device=teacher.device)
     copied_AT = copied_tokens(probe).to(teacher.device)
     rows: list[Tensor] = []
 
@@ -90,7 +90,7 @@ def copied_tokens(probe: Probe) -> Tensor:
             for start, found in enumerate(answer):
                 if found == token:
                     inside.update(_shared_run(prompt, answer, position, start))
-    ids_T = torch.tensor(prompt + answer[:-1])
+    ids_T = torch.tensor(probe.clean_row)
     inside_T = torch.zeros(len(ids_T), dtype=torch.bool)
     inside_T[sorted(inside)] = True
     return (ids_T == torch.tensor(answer)[:, None]) & inside_T

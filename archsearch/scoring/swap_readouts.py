@@ -62,7 +62,7 @@ class AnswerNll:
     def of(
         cls, probes: Sequence[Probe], norm: nn.Module, weight_VC: Tensor, step: int
     ) -> AnswerNll:
-        """For rows of clean_row, padded on the right."""
+        """For the probes' clean rows, padded on the right."""
         places = [
             (row, len(probe.prompt) - 1 + j, token, 1 / len(probe.answer))
             for row, probe in enumerate(probes)
@@ -95,8 +95,3 @@ class AnswerNll:
         ]
         nll_KM = torch.cat(nll).view(count, -1) * self.share_M
         return nll_KM.new_zeros(count, batch).index_add_(1, self.rows_M, nll_KM)
-
-
-def clean_row(probe: Probe) -> tuple[int, ...]:
-    """The clean prompt and all of its answer but the last token, which predicts nothing that is asked."""
-    return probe.prompt + probe.answer[:-1]

@@ -25,7 +25,7 @@ from ..progress import Progress, ignore_progress
 from .head_scores import HeadScores
 from .inputs import GIB
 from .streams import feed_forward
-from .swap_readouts import AnswerNll, Kl, Read, clean_row
+from .swap_readouts import AnswerNll, Kl, Read
 
 MEMORY_BYTES = 4 * GIB
 """Working memory of a sweep where the caller names none."""
@@ -122,12 +122,12 @@ class Sweep:
 
         def prepare(chosen: list[int]) -> tuple[Tensor, Read]:
             batch = [probes[index] for index in chosen]
-            rows = [torch.tensor(clean_row(probe)) for probe in batch]
+            rows = [torch.tensor(probe.clean_row) for probe in batch]
             # Padded on the right: causal operators read nothing of it before the answer's end.
             ids_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.base.device)
             return ids_BT, AnswerNll.of(batch, self.base.model.norm, weight_VC, step)
 
-        return self._measure([len(clean_row(probe)) for probe in probes], prepare)
+        return self._measure([len(probe.clean_row) for probe in probes], prepare)
 
     def _measure(
         self, lengths: Sequence[int], prepare: Callable[[list[int]], tuple[Tensor, Read]]
