@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -38,7 +38,7 @@ PRECISION = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """What the kernels share. x [chunks, n, C, C], g and c [chunks, n, C], totals [n, chunks]: results of the first stage."""
 
     q_BTHD: Tensor
@@ -73,6 +73,26 @@ class _Call:
         return {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
 
 
+class Links(NamedTuple):
+    """Of each segment, fp32: its last state and its map, both [segments, n, D, D], and log2 of the map's bound [segments, n].
+
+    A sequence's first segment has no map and its last one neither; maps of what is forgotten are not computed.
+    """
+
+    ends: Tensor
+    maps: Tensor
+    reach: Tensor
+
+
+class Outcome(NamedTuple):
+    """o and the final state, and what the backward pass needs of the forward; call is None where there is nothing to do."""
+
+    o_BTnD: Tensor
+    final_NnDD: Tensor | None
+    call: Call | None
+    links: Links | None
+
+
 def gdn_forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -97,6 +117,41 @@ def gdn_forward(
     With cu_seqlens (int [N + 1], B = 1) the row holds N sequences, else N = B. initial_state: fp32 [N, n, D, D].
     chunks_per_segment cuts sequences (schedule.py); by default the shape decides. Raises ValueError for other inputs.
     """
+    outcome = run_forward(
+        q_BTHD,
+        k_BTGD,
+        v_BTGD,
+        a_BTH,
+        b_BTH,
+        A_log_H,
+        dt_bias_H,
+        q_index_n,
+        kv_index_n,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state,
+        chunks_per_segment=chunks_per_segment,
+    )
+    return outcome.o_BTnD, outcome.final_NnDD
+
+
+def run_forward(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    a_BTH: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    q_index_n: Tensor,
+    kv_index_n: Tensor,
+    *,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+    chunks_per_segment: int | None,
+) -> Outcome:
+    """gdn_forward, which also hands over what the backward pass needs."""
     _check(q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, q_index_n, kv_index_n)
     batch, tokens, _, dim = q_BTHD.shape
     heads, device = q_index_n.numel(), q_BTHD.device
@@ -109,9 +164,9 @@ def gdn_forward(
     _check_state(initial_state, states_shape, device)
     final = torch.empty(states_shape, device=device) if output_final_state else None
     if heads == 0 or batch == 0:
-        return o_BTnD, final
+        return Outcome(o_BTnD, final, None, None)
     chunk_shape = (plan.num_chunks, heads, CHUNK)
-    call = _Call(
+    call = Call(
         q_BTHD,
         k_BTGD,
         v_BTGD,
@@ -127,13 +182,13 @@ def gdn_forward(
     with torch.cuda.device_of(q_BTHD):
         _transform(call, a_BTH, b_BTH, A_log_H, dt_bias_H)
         # The first call compiles what cut sequences need, cut or not: another number of heads may cut them.
-        ends = _segment_ends(call) if plan.is_cut or _is_new(call) else None
-        _attend(call, ends, o_BTnD, final)
-    return o_BTnD, final
+        links = _link_segments(call) if plan.is_cut or _is_new(call) else None
+        _attend(call, None if links is None else links.ends, o_BTnD, final)
+    return Outcome(o_BTnD, final, call, links)
 
 
 def _transform(
-    call: _Call, a_BTH: Tensor, b_BTH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor
+    call: Call, a_BTH: Tensor, b_BTH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor
 ) -> None:
     plan = call.plan
     kernels.transform[(plan.num_segments * plan.chunks_per_segment * call.heads,)](
@@ -161,8 +216,8 @@ def _transform(
     )
 
 
-def _segment_ends(call: _Call) -> Tensor:
-    """States after each segment but the last ones, fp32 [segments, n, D, D]."""
+def _link_segments(call: Call) -> Links:
+    """States after each segment but the last ones, and how segments hand states on."""
     plan, device = call.plan, call.q_BTHD.device
     ends = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
     maps = torch.empty_like(ends)
@@ -200,20 +255,20 @@ def _segment_ends(call: _Call) -> Tensor:
         PRECISION="tf32x3",
         **LAUNCH["link"],
     )
-    return ends
+    return Links(ends, maps, reach)
 
 
 _seen: set[tuple[object, ...]] = set()
 
 
-def _is_new(call: _Call) -> bool:
+def _is_new(call: Call) -> bool:
     key = (call.dim, call.q_BTHD.dtype, call.q_BTHD.device, call.initial_NnDD is None)
     is_new = key not in _seen
     _seen.add(key)
     return is_new
 
 
-def _attend(call: _Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | None) -> None:
+def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | None) -> None:
     plan = call.plan
     kernels.attend[(plan.num_segments * call.heads * call.blocks,)](
         call.q_BTHD,
@@ -274,7 +329,9 @@ def _check(
     if torch.is_grad_enabled() and any(
         x.requires_grad for x in (*tiles, *gates, A_log_H, dt_bias_H)
     ):
-        raise ValueError("gdn_forward has no backward: call it under torch.no_grad()")
+        raise ValueError(
+            "gdn_forward has no backward: call operator.gated_delta_net, or this under torch.no_grad()"
+        )
 
 
 def _check_state(state: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
