@@ -1,0 +1,268 @@
+"""q and k between projection and operator on a GPU, by Triton, forward and backward; same signature as reference.py.
+
+Shapes: B batch, T tokens, H query heads, G KV heads, n heads of a part, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from archsearch_kernels.prologue import passes
+from archsearch_kernels.prologue.heads import HEADS_A_PROGRAM, MOST_PARTS, HeadPlan
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+NUMBERS_A_TILE = {"write_parts": 4096, "gather_gradients": 2048}
+"""Numbers that a program holds of each tensor at once."""
+LAUNCH: dict[str, dict[str, int]] = {
+    "write_parts": {"num_warps": 4, "num_stages": 1},
+    "gather_gradients": {"num_warps": 4, "num_stages": 1},
+}
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What has no gradient: tables and factor with an axis for the batch, of any stride."""
+
+    plan: HeadPlan
+    eps: float
+    cos_BTD: Tensor | None
+    sin_BTD: Tensor | None
+    factor_BT: Tensor | None
+
+    def strides(self) -> tuple[int, ...]:
+        tables = (0, 0) if self.cos_BTD is None else _strides(self.cos_BTD, 2)
+        return tables + ((0, 0) if self.factor_BT is None else _strides(self.factor_BT, 2))
+
+
+def prologue(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor | None,
+    plan: HeadPlan,
+    *,
+    q_weight_D: Tensor | None = None,
+    k_weight_D: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    cos_BTD: Tensor | None = None,
+    sin_BTD: Tensor | None = None,
+    factor_BT: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The parts of the plan, [B, T, n, D] each without gaps, in q's dtype; differentiable in q, k and the weights.
+
+    Per head: RMSNorm with q's or k's weight (with both weights or, where there is no k, q's; else no norm), rotation by the
+    token's angle where the part wants it, times the token's factor where the part wants it. Statistics in fp32.
+    q, k: bf16, fp16 or fp32, any strides with the last one 1. cos, sin: [T, D], [1, T, D] or [B, T, D], whose halves along D
+    are equal, so that only the first is read. factor: [T], [1, T] or [B, T] (reference.log_scale makes one).
+    Raises ValueError for other inputs.
+    """
+    _check(q_BTHD, k_BTGD, plan, q_weight_D, k_weight_D)
+    options = _options(q_BTHD, plan, norm_eps, cos_BTD, sin_BTD, factor_BT)
+    outputs: tuple[Tensor, ...] = _Prologue.apply(  # type: ignore[no-untyped-call]
+        q_BTHD, k_BTGD, q_weight_D, k_weight_D, options
+    )
+    return outputs
+
+
+class _Prologue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        options: _Options,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Without norm the gradients do not depend on the inputs.
+        ctx.save_for_backward(*((None, None) if q_weight is None else (q, k)), q_weight, k_weight)
+        ctx.options, ctx.like, ctx.has_k = options, q.new_empty(0), k is not None
+        ctx.places = q.shape[:2]
+        return _write_parts(q, k, q_weight, k_weight, options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan = ctx.options.plan
+        dim = next(x.shape[3] for x in dy if x is not None)
+        parts = []
+        for part, x in zip(plan.parts, dy, strict=True):
+            if x is None:
+                shape = (*ctx.places, len(part.heads), dim)
+                x = ctx.like.new_zeros(dim).expand(shape)  # noqa: PLW2901
+            parts.append(x if x.stride(3) == 1 and x.data_ptr() % 16 == 0 else x.contiguous())
+        return *_gather_gradients(ctx, parts), None
+
+
+def _write_parts(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, options: _Options
+) -> tuple[Tensor, ...]:
+    (batch, tokens, _, dim), plan = q.shape, options.plan
+    outputs = tuple(q.new_empty(batch, tokens, len(part.heads), dim) for part in plan.parts)
+    # A kernel takes all pointers: those of what is not there are never followed.
+    k = q if k is None else k
+    tile = NUMBERS_A_TILE["write_parts"] // dim // HEADS_A_PROGRAM
+    programs = -(-batch * tokens // tile) * plan.blocks.shape[0]
+    if programs == 0:
+        return outputs
+    with torch.cuda.device_of(q):
+        passes.write_parts[(programs,)](
+            q,
+            k,
+            options.cos_BTD,
+            options.sin_BTD,
+            options.factor_BT,
+            q_weight,
+            q_weight if k_weight is None else k_weight,
+            *outputs,
+            *outputs[:1] * (MOST_PARTS - len(outputs)),
+            plan.blocks,
+            plan.sources,
+            plan.blocks.shape[0],
+            batch * tokens,
+            tokens,
+            *_strides(q, 3),
+            *_strides(k, 3),
+            *options.strides(),
+            options.eps,
+            D=dim,
+            BT=tile,
+            BH=HEADS_A_PROGRAM,
+            **LAUNCH["write_parts"],
+        )
+    return outputs
+
+
+def _gather_gradients(ctx: Any, dy: list[Tensor]) -> tuple[Tensor | None, ...]:
+    q, k, q_weight, k_weight = ctx.saved_tensors
+    options: _Options = ctx.options
+    plan, (batch, tokens), dim = options.plan, ctx.places, dy[0].shape[3]
+    dq = ctx.like.new_empty(batch, tokens, plan.num_q_heads, dim)
+    dk = ctx.like.new_empty(batch, tokens, plan.num_k_heads, dim)
+    q = dq if q is None else q
+    k = q if k is None else k
+    tile = NUMBERS_A_TILE["gather_gradients"] // dim
+    tiles, (q_groups, k_groups) = -(-batch * tokens // tile), plan.num_groups
+    groups = q_groups + k_groups
+    dw = torch.empty(tiles, groups, dim if q_weight is not None else 0, device=dq.device)
+    dy = dy + dy[:1] * (MOST_PARTS - len(dy))
+    if tiles * groups:
+        with torch.cuda.device_of(dq):
+            passes.gather_gradients[(tiles * groups,)](
+                q,
+                k,
+                options.cos_BTD,
+                options.sin_BTD,
+                options.factor_BT,
+                q_weight,
+                q_weight if k_weight is None else k_weight,
+                *dy,
+                dq,
+                dk,
+                dw,
+                plan.source_starts,
+                plan.readers,
+                plan.num_q_heads,
+                plan.num_k_heads,
+                batch * tokens,
+                tokens,
+                *_strides(q, 3),
+                *_strides(k, 3),
+                *(stride for x in dy for stride in _strides(x, 3)),
+                *options.strides(),
+                options.eps,
+                D=dim,
+                BT=tile,
+                BH=HEADS_A_PROGRAM,
+                **LAUNCH["gather_gradients"],
+            )
+    dw_q, dw_k = dw.split((q_groups, k_groups), dim=1)
+    return (
+        dq,
+        dk if ctx.has_k else None,
+        None if q_weight is None else dw_q.sum((0, 1)).to(q_weight.dtype),
+        None if k_weight is None else dw_k.sum((0, 1)).to(k_weight.dtype),
+    )
+
+
+def _strides(x: Tensor, count: int) -> tuple[int, ...]:
+    """The first strides; 0 for an axis of one entry, whose stride is arbitrary and could make Triton compile again."""
+    sizes = zip(x.shape[:count], x.stride()[:count], strict=True)
+    return tuple(0 if size == 1 else stride for size, stride in sizes)
+
+
+def _options(
+    q: Tensor,
+    plan: HeadPlan,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    factor: Tensor | None,
+) -> _Options:
+    """What of tables and factor the plan asks for, with an axis for the batch."""
+    batch, tokens, _, dim = q.shape
+    if any(part.rotary for part in plan.parts):
+        cos, sin = (
+            _of_batch(name, x, (batch, tokens, dim), q.device)
+            for name, x in (("cos", cos), ("sin", sin))
+        )
+        if cos.stride() != sin.stride() or cos.stride(2) != 1 or cos.dtype != sin.dtype:
+            raise ValueError("cos and sin must be alike in type and strides, the last one 1")
+    else:
+        cos, sin = None, None
+    if any(part.log_scale for part in plan.parts):
+        factor = _of_batch("factor", factor, (batch, tokens), q.device)
+    else:
+        factor = None
+    return _Options(plan, eps, cos, sin, factor)
+
+
+def _of_batch(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """x with the batch axis; entries that the whole batch shares are not copied."""
+    if x is None:
+        raise ValueError(f"the plan needs {name}")
+    allowed = (shape[1:], (1, *shape[1:]), shape)
+    if tuple(x.shape) not in allowed or not x.is_floating_point() or x.device != device:
+        raise ValueError(
+            f"{name} must be floating {shape[1:]} or {shape} on {device}; "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
+    return x.expand(shape)
+
+
+def _check(
+    q: Tensor, k: Tensor | None, plan: HeadPlan, q_weight: Tensor | None, k_weight: Tensor | None
+) -> None:
+    """Shapes, types, devices and strides."""
+    if q.ndim != 4 or q.shape[3] not in HEAD_DIMS:
+        raise ValueError(f"q {tuple(q.shape)}: [B, T, H, D] with D of {HEAD_DIMS} is possible")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}; possible: {', '.join(map(str, DTYPES))}")
+    batch, tokens, _, dim = q.shape
+    for name, x, heads in (("q", q, plan.num_q_heads), ("k", k, plan.num_k_heads)):
+        if x is None:
+            if heads:
+                raise ValueError(f"the plan has {heads} heads of {name}, which is missing")
+        elif x.shape != (batch, tokens, heads, dim) or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} must be {(batch, tokens, heads, dim)} of {q.dtype}; "
+                f"got {tuple(x.shape)} of {x.dtype}"
+            )
+        elif x.stride(3) != 1:
+            raise ValueError(f"the last stride of {name} must be 1")
+    if (k_weight is not None) != (q_weight is not None and k is not None):
+        raise ValueError("q and k are normed both or neither: a weight for each that is there")
+    weights = [x for x in (q_weight, k_weight) if x is not None]
+    if any(x.shape != (dim,) or x.stride(0) != 1 for x in weights):
+        raise ValueError(f"weights must be vectors of {dim} numbers")
+    if len({x.dtype for x in weights}) > 1:
+        raise ValueError(f"weights differ in type: {[x.dtype for x in weights]}")
+    others = [x for x in (k, plan.blocks, *weights) if x is not None]
+    if any(x.device != q.device for x in others):
+        raise ValueError(f"q is on {q.device}, other inputs on {[str(x.device) for x in others]}")
