@@ -1,0 +1,281 @@
+"""Launches the gated delta rule's backward pass; operator.py is how it is called.
+
+Shapes: B batch, T tokens, H query heads, G heads of k and v, n selected heads, D head_dim, N sequences, C tokens in a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from archsearch_kernels.gdn import backward_kernels as kernels
+from archsearch_kernels.gdn.kernel import COLUMNS, PRECISION, Call, Links
+from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
+
+LAUNCH: dict[str, dict[str, int]] = {
+    "replay": {"num_warps": 4, "num_stages": 2},
+    "retreat": {"num_warps": 4, "num_stages": 1},
+    "link_back": {"num_warps": 4, "num_stages": 2},
+    "gradients": {"num_warps": 4, "num_stages": 1},
+}
+"""How bf16 kernels are compiled."""
+LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
+
+GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
+"""Columns of the states that `gradients` has on chip at once, by head_dim."""
+
+
+class Gates(NamedTuple):
+    """The raw gates and their parameters."""
+
+    a_BTH: Tensor
+    b_BTH: Tensor
+    A_log_H: Tensor
+    dt_bias_H: Tensor
+
+
+class Gradients(NamedTuple):
+    dq_BTHD: Tensor
+    dk_BTGD: Tensor
+    dv_BTGD: Tensor
+    da_BTH: Tensor
+    db_BTH: Tensor
+    dA_log_H: Tensor
+    ddt_bias_H: Tensor
+    d_initial_NnDD: Tensor | None
+
+
+class Readers(NamedTuple):
+    """Which selected heads read each KV head: order[first_of[g] : first_of[g + 1]], int32; idle: query heads not selected."""
+
+    order_n: Tensor
+    first_of: Tensor
+    idle: Tensor
+
+
+@dataclass(frozen=True)
+class _States:
+    """By chunk: S and dS' [chunks, n, D, D], U and dP [chunks, n, C, D]."""
+
+    states: Tensor
+    written: Tensor
+    d_states: Tensor
+    d_rest: Tensor
+
+
+def gdn_backward(
+    call: Call, links: Links | None, gates: Gates, do_BTnD: Tensor, d_final_NnDD: Tensor | None
+) -> Gradients:
+    """Gradients of what gdn_forward took, from those of its outputs and, unless None, of its last states.
+
+    Heads of q, a, b, A_log and dt_bias that do not run and heads of k and v that none reads get zeros. Entries of q_index
+    must differ, or their gradients overwrite each other.
+    """
+    plan, device = call.plan, call.q_BTHD.device
+    do = _aligned(do_BTnD)
+    if d_final_NnDD is not None:
+        d_final_NnDD = d_final_NnDD.contiguous()
+    d_initial = None if call.initial_NnDD is None else torch.empty_like(call.initial_NnDD)
+    rows_shape = (plan.num_chunks, call.heads, CHUNK, call.dim)
+    square_shape = (plan.num_chunks, call.heads, call.dim, call.dim)
+    states = _States(
+        states=call.q_BTHD.new_empty(square_shape),
+        written=call.q_BTHD.new_empty(rows_shape),
+        d_states=call.q_BTHD.new_empty(square_shape),
+        d_rest=call.q_BTHD.new_empty(rows_shape),
+    )
+    with torch.cuda.device_of(call.q_BTHD):
+        _replay(call, links, states)
+        # As in the forward, the first call compiles what cut sequences need.
+        d_starts = None
+        if plan.is_cut or _is_new(call, d_final_NnDD):
+            d_starts = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
+            _retreat(call, do, d_final_NnDD, d_starts, None, None)
+            _link_back(call, links, d_starts)
+        _retreat(call, do, d_final_NnDD, d_starts, d_initial, states)
+        return _gradients(call, gates, do, states, d_initial)
+
+
+def _options(call: Call, kernel: str) -> dict[str, Any]:
+    dtype = call.q_BTHD.dtype
+    launch = LAUNCH[kernel] if dtype == torch.bfloat16 else LAUNCH_FP32
+    columns = GRADIENT_COLUMNS if kernel == "gradients" else COLUMNS
+    return {
+        "D": call.dim,
+        "V": columns[call.dim],
+        "C": CHUNK,
+        "PRECISION": PRECISION[dtype],
+        **launch,
+    }
+
+
+def _replay(call: Call, links: Links | None, states: _States) -> None:
+    plan = call.plan
+    kernels.replay[(plan.num_segments * call.heads * call.blocks,)](
+        call.k_BTGD,
+        call.v_BTGD,
+        call.kv_index_n,
+        plan.segments,
+        call.x,
+        call.g,
+        call.c,
+        call.initial_NnDD,
+        call.c if links is None else links.ends,  # not read where nothing is cut
+        states.states,
+        states.written,
+        call.heads,
+        *call.k_BTGD.stride()[:3],
+        *call.v_BTGD.stride()[:3],
+        **_options(call, "replay"),
+    )
+
+
+def _retreat(
+    call: Call,
+    do: Tensor,
+    d_final: Tensor | None,
+    d_starts: Tensor | None,
+    d_initial: Tensor | None,
+    states: _States | None,
+) -> None:
+    """Without states: the first pass, over each segment by itself."""
+    plan = call.plan
+    kernels.retreat[(plan.num_segments * call.heads * call.blocks,)](
+        call.q_BTHD,
+        call.k_BTGD,
+        do,
+        call.q_index_n,
+        call.kv_index_n,
+        plan.segments,
+        call.x,
+        call.g,
+        call.c,
+        call.totals,
+        d_final,
+        call.c if d_starts is None else d_starts,  # not read where nothing is cut
+        d_initial,
+        None if states is None else states.d_states,
+        None if states is None else states.d_rest,
+        call.heads,
+        plan.num_chunks,
+        *call.q_BTHD.stride()[:3],
+        *call.k_BTGD.stride()[:3],
+        *do.stride()[:3],
+        call.dim**-0.5,
+        MOST_CHUNKS=MOST_CHUNKS,
+        SUMMARIZE=states is None,
+        **_options(call, "retreat"),
+    )
+
+
+def _link_back(call: Call, links: Links | None, d_starts: Tensor) -> None:
+    kernels.link_back[(call.plan.num_sequences * call.heads * call.blocks,)](
+        call.plan.first_rows,
+        d_starts,
+        call.c if links is None else links.maps,  # not read where nothing is cut
+        call.c if links is None else links.reach,
+        call.heads,
+        D=call.dim,
+        V=COLUMNS[call.dim],
+        K=min(call.dim, 32),
+        PRECISION="tf32x3",
+        **LAUNCH["link_back"],
+    )
+
+
+def _gradients(
+    call: Call, gates: Gates, do: Tensor, states: _States, d_initial: Tensor | None
+) -> Gradients:
+    plan, q = call.plan, call.q_BTHD
+    _, tokens, q_heads, _ = q.shape
+    kv_heads = call.k_BTGD.shape[2]
+    readers = readers_of(call.q_index_n, call.kv_index_n, q_heads, kv_heads)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, call.k_BTGD, call.v_BTGD))
+    da, db = (x.new_empty(x.shape) for x in (gates.a_BTH, gates.b_BTH))
+    if readers.idle.numel() > 0:
+        for x in (dq, da, db):
+            x.index_fill_(2, readers.idle, 0)
+    d_decay = torch.empty(2, call.heads, plan.num_chunks, device=q.device)
+    kernels.gradients[(plan.num_segments * plan.chunks_per_segment * kv_heads,)](
+        q,
+        call.k_BTGD,
+        do,
+        *gates,
+        call.q_index_n,
+        readers.order_n,
+        readers.first_of,
+        plan.segments,
+        call.g,
+        call.c,
+        states.states,
+        states.written,
+        states.d_states,
+        states.d_rest,
+        dq,
+        dk,
+        dv,
+        da,
+        db,
+        d_decay,
+        call.heads,
+        q_heads,
+        kv_heads,
+        tokens,
+        plan.chunks_per_segment,
+        plan.num_chunks,
+        *q.stride()[:3],
+        *call.k_BTGD.stride()[:3],
+        *do.stride()[:3],
+        *gates.a_BTH.stride()[:2],
+        *gates.b_BTH.stride()[:2],
+        call.dim**-0.5,
+        **_options(call, "gradients"),
+    )
+    sums = torch.zeros(2, q_heads, device=q.device)
+    sums.index_copy_(1, call.q_index_n.long(), d_decay.sum(2))
+    dA_log, ddt_bias = sums[0].to(gates.A_log_H.dtype), sums[1].to(gates.dt_bias_H.dtype)
+    return Gradients(dq, dk, dv, da, db, dA_log, ddt_bias, d_initial)
+
+
+def readers_of(q_index_n: Tensor, kv_index_n: Tensor, q_heads: int, kv_heads: int) -> Readers:
+    """Made on the device, without waiting for it, and kept for the next call."""
+    versions = (q_index_n._version, kv_index_n._version)
+    return _readers(q_index_n, kv_index_n, versions, q_heads, kv_heads)
+
+
+@lru_cache(maxsize=256)
+def _readers(
+    q_index_n: Tensor, kv_index_n: Tensor, versions: tuple[int, int], q_heads: int, kv_heads: int
+) -> Readers:
+    read, order = torch.sort(kv_index_n, stable=True)
+    bounds = torch.arange(kv_heads + 1, dtype=torch.int32, device=kv_index_n.device)
+    selected = torch.zeros(q_heads, dtype=torch.uint8, device=q_index_n.device)
+    selected.index_fill_(0, q_index_n.long(), 1)
+    return Readers(
+        order.int(),
+        torch.searchsorted(read, bounds, out_int32=True),
+        torch.sort(selected, stable=True)[1][: q_heads - q_index_n.numel()],
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied unless it can be read 16 bytes at a time, so that the layout of a gradient never compiles a kernel anew."""
+    strides = x.stride()
+    if strides[-1] == 1 and not any(s % 16 for s in strides[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    return x.contiguous()
+
+
+_seen: set[tuple[object, ...]] = set()
+
+
+def _is_new(call: Call, d_final: Tensor | None) -> bool:
+    q, is_initial = call.q_BTHD, call.initial_NnDD is None
+    key = (call.dim, q.dtype, q.device, is_initial, d_final is None)
+    is_new = key not in _seen
+    _seen.add(key)
+    return is_new

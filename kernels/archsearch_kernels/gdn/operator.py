@@ -1,0 +1,87 @@
+"""The gated delta rule as a differentiable operator on a GPU: the kernels' forward and backward pass joined for autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from archsearch_kernels.gdn.backward import Gates, gdn_backward
+from archsearch_kernels.gdn.kernel import Call, Links, gdn_forward, run_forward
+
+
+def gated_delta_net(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    a_BTH: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    q_index_n: Tensor,
+    kv_index_n: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    chunks_per_segment: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """kernel.gdn_forward, which says what it computes, with gradients of all but the indices.
+
+    Entries of q_index must differ. Heads that do not run get zero gradients. Until the backward pass, 136 bytes a token-head
+    (bf16) are kept beside the inputs; there is no second derivative.
+    """
+    tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H)
+    states = () if initial_state is None else (initial_state,)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*tensors, *states)):
+        return gdn_forward(
+            *tensors,
+            q_index_n,
+            kv_index_n,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+            chunks_per_segment=chunks_per_segment,
+        )
+    options = (cu_seqlens, output_final_state, chunks_per_segment)
+    o, final = _GatedDeltaNet.apply(*tensors, initial_state, q_index_n, kv_index_n, *options)
+    return o, final
+
+
+class _GatedDeltaNet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Takes seven tensors, the initial state, two indices and the options of gated_delta_net, in its order."""
+        tensors, (initial_state, *indices), options = arguments[:7], arguments[7:10], arguments[10:]
+        cu_seqlens, output_final_state, chunks_per_segment = options
+        outcome = run_forward(
+            *tensors,
+            *indices,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+            chunks_per_segment=chunks_per_segment,
+        )
+        call, links = outcome.call, outcome.links
+        made = () if call is None else (call.x, call.g, call.c, call.totals)
+        ctx.plan = None if call is None else call.plan
+        ctx.save_for_backward(*tensors, initial_state, *indices, *made, *(links or ()))
+        ctx.set_materialize_grads(False)
+        return outcome.o_BTnD, outcome.final_NnDD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BTnD: Tensor | None, d_final: Tensor | None = None) -> Any:
+        q, k, v, a, b, A_log, dt_bias, initial, q_index, kv_index, *rest = ctx.saved_tensors
+        unused = (None,) * 5
+        if ctx.plan is None or (do_BTnD is None and d_final is None):
+            tensors = (q, k, v, a, b, A_log, dt_bias, initial)
+            return *(None if x is None else torch.zeros_like(x) for x in tensors), *unused
+        if do_BTnD is None:
+            do_BTnD = q.new_zeros(*q.shape[:2], q_index.numel(), q.shape[3])
+        call = Call(q, k, v, q_index, kv_index, initial, ctx.plan, *rest[:4])
+        links = Links(*rest[4:]) if rest[4:] else None
+        gates = Gates(a, b, A_log, dt_bias)
+        return *gdn_backward(call, links, gates, do_BTnD, d_final), *unused
