@@ -43,10 +43,15 @@ def choose(number: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.te
 
 @triton.jit
 def read_halves(at: tl.tensor, mask: tl.tensor, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves, in fp32, of the rows that begin at `at`."""
+    """Both halves of the rows that begin at `at`, in their own type: they take half the registers until they are used."""
     half = tl.arange(0, D // 2)[None, :]
     first = tl.load(at[:, None] + half, mask=mask[:, None], other=0.0)
     second = tl.load(at[:, None] + (half + D // 2), mask=mask[:, None], other=0.0)
+    return first, second
+
+
+@triton.jit
+def widen(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return first.to(tl.float32), second.to(tl.float32)
 
 
@@ -64,11 +69,11 @@ def write_halves(
 def read_tables(
     cos: tl.tensor, sin: tl.tensor, offset: tl.tensor, mask: tl.tensor, D: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """cos and sin of the rows, in fp32; no rotation where the mask is off."""
+    """cos and sin of the rows; no rotation where the mask is off."""
     half = tl.arange(0, D // 2)[None, :]
     c = tl.load(cos + offset[:, None] + half, mask=mask[:, None], other=1.0)
     s = tl.load(sin + offset[:, None] + half, mask=mask[:, None], other=0.0)
-    return c.to(tl.float32), s.to(tl.float32)
+    return c, s
 
 
 @triton.jit
@@ -140,11 +145,13 @@ def write_parts(
         c, s = read_tables(cos, sin, b * table_sb + t * table_st, valid & rotary, D)
     if factor is not None:
         f = tl.load(factor + b * factor_sb + t * factor_st, mask=valid & scaled, other=1.0)
+    first, second = widen(first, second)
     if q_weight is not None:
         inverse = inverse_rms(first, second, eps, D)[:, None]
         w_first, w_second = read_weight(tl.where(is_q, q_weight, k_weight), D)
         first, second = first * inverse * w_first, second * inverse * w_second
     if cos is not None:
+        c, s = widen(c, s)
         first, second = first * c - second * s, second * c + first * s
     if factor is not None:
         f = f.to(tl.float32)[:, None]
@@ -227,7 +234,7 @@ def gather_gradients(
     if factor is not None:
         f = tl.load(factor + b * factor_sb + t * factor_st, mask=valid, other=1.0).to(tl.float32)
     if q_weight is not None:
-        w_first, w_second = read_weight(tl.where(is_q, q_weight, k_weight), D)
+        weight = tl.where(is_q, q_weight, k_weight)
         dw_first = tl.zeros([BT, D // 2], dtype=tl.float32)
         dw_second = tl.zeros([BT, D // 2], dtype=tl.float32)
     for head in tl.range(start, tl.minimum(start + BH, heads)):
@@ -243,13 +250,14 @@ def gather_gradients(
             dy += t * choose(part, dy0_st, dy1_st, dy2_st, dy3_st)
             dy += tl.load(row + 1) * choose(part, dy0_sh, dy1_sh, dy2_sh, dy3_sh)
             y_first, y_second = read_halves(dy, valid, D)
+            y_first, y_second = widen(y_first, y_second)
             if factor is not None:
                 here = tl.where(tl.load(row + 3) != 0, f, 1.0)[:, None]
                 y_first, y_second = y_first * here, y_second * here
             if cos is not None:
                 rotary = tl.load(row + 2) != 0
-                turn = tl.where(rotary, c, 1.0)
-                side = tl.where(rotary, s, 0.0)
+                turn, side = widen(c, s)
+                turn, side = tl.where(rotary, turn, 1.0), tl.where(rotary, side, 0.0)
                 y_first, y_second = (
                     y_first * turn + y_second * side,
                     y_second * turn - y_first * side,
@@ -257,10 +265,12 @@ def gather_gradients(
             first += y_first
             second += y_second
         if q_weight is not None:
+            x_first, x_second = widen(x_first, x_second)
             inverse = inverse_rms(x_first, x_second, eps, D)[:, None]
             x_first, x_second = x_first * inverse, x_second * inverse
             dw_first += first * x_first
             dw_second += second * x_second
+            w_first, w_second = read_weight(weight, D)
             first, second = first * w_first, second * w_second
             along = tl.sum(first * x_first + second * x_second, axis=1)[:, None] / D
             first, second = (
