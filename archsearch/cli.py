@@ -23,6 +23,8 @@ from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .rundir import RunDir
 
 INTERRUPTED = 130
+KERNEL_CHOICES = "archsearch.attention.backends"
+"""The logger that says once who computes each operator."""
 
 app = typer.Typer(
     help="Searches head-wise hybrids of full and linear attention for a pretrained language model.",
@@ -174,6 +176,7 @@ def _run(
     settings = load_config(config, overrides or [])
     from .pipeline import plan_run, run_stages
 
+    logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO)
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
@@ -195,6 +198,7 @@ def _score_by(
     settings = load_config(config, overrides or [])
     from .pipeline import plan_run, run_methods
 
+    logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO)
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")

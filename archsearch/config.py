@@ -355,6 +355,14 @@ class ExecutionConfig(Section):
     """Torch threads a worker; 0 shares the cores evenly."""
 
 
+class KernelsConfig(Section):
+    """Who computes the heads: auto takes the first backend in order that can, or what the environment variables
+    HYDRAHEAD_GDN_BACKEND and HYDRAHEAD_FULL_BACKEND ask for."""
+
+    gdn: Literal["auto", "triton", "flashqla", "fla", "torch"] = "auto"
+    full: Literal["auto", "cudnn", "flash_attn", "sdpa", "torch"] = "auto"
+
+
 class RunConfig(Section):
     """A whole config file."""
 
@@ -369,4 +377,5 @@ class RunConfig(Section):
     search: SearchConfig = SearchConfig()
     cost: CostConfig = CostConfig()
     distill: DistillConfig = DistillConfig()
+    kernels: KernelsConfig = KernelsConfig()
     execution: ExecutionConfig = ExecutionConfig()

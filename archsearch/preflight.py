@@ -23,8 +23,9 @@ from .config import (
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .footprint import TRAIN
 from .inputs import check_inputs, check_teacher_files
+from .models.kernels import check_kernels
 from .models.teacher import TeacherInfo, pick_device, resolve_path
-from .plan import Plan, scored_methods
+from .plan import Plan, scored_methods, training_rows
 from .report.records import bytes_text
 from .search.records import measured_metrics
 from .search.space import check_constraints
@@ -33,7 +34,8 @@ from .search.space import check_constraints
 def check_config(config: RunConfig, info: TeacherInfo) -> None:
     """Checks the config against the teacher and the files that it names.
 
-    Raises ConfigError with the field and what is allowed, EnvironmentFault for a file that is missing or damaged.
+    Raises ConfigError with the field and what is allowed, EnvironmentFault for a file that is missing or damaged and
+    for a backend that this machine can't run.
     """
     lengths = {"data.sequence_length": config.data.sequence_length}
     if set(config.probes.kinds) & set(get_args(RetrievalKind)):
@@ -58,6 +60,13 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
         )
     _check_metrics(config)
     check_constraints(config.search.constraints, info.shape, config.cost)
+    check_kernels(
+        config.kernels,
+        pick_device(config.teacher.device),
+        config.teacher.dtype,
+        info.shape.head_dim,
+        trains=bool(training_rows(config).text),
+    )
     check_inputs(config, info)
 
 

@@ -24,7 +24,13 @@ from .errors import ConfigError, EnvironmentFault
 
 SCHEMA = 1
 
-RESUMABLE = ("search.trials", "search.max_retries", "execution.", "supernet.checkpoint_minutes")
+RESUMABLE = (
+    "search.trials",
+    "search.max_retries",
+    "execution.",
+    "kernels.",
+    "supernet.checkpoint_minutes",
+)
 """Fields that may change between two calls of one run, since no finished work depends on them."""
 
 SCORES = "scores"

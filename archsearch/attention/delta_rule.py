@@ -1,4 +1,4 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), chunkwise in plain torch, or by fla-core on a GPU.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464), chunkwise in plain torch.
 
 Per head, with state S [D, D] (rows are key dimensions), log decay g_t <= 0 and writing rate b_t:
 S <- exp(g_t) S;  u_t = b_t (v_t - S^T k_t);  S <- S + k_t u_t^T;  o_t = scale S^T q_t.
@@ -8,97 +8,8 @@ Shapes: B batch, T tokens, H heads, D head_dim, N chunks, C tokens in a chunk.
 
 from __future__ import annotations
 
-import importlib
-import os
-import re
-import warnings
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
-
-BACKENDS = ("auto", "torch", "fla")
-
-
-def _backend_of_environment() -> str:
-    name = os.environ.get("HYDRAHEAD_GDN_BACKEND", "auto")
-    if name not in BACKENDS:
-        allowed = ", ".join(BACKENDS)
-        warnings.warn(f"HYDRAHEAD_GDN_BACKEND={name} is ignored; allowed: {allowed}", stacklevel=2)
-        return "auto"
-    return name
-
-
-_requested = _backend_of_environment()
-
-
-def set_backend(name: str) -> None:
-    """Chooses who computes gated_delta in this process; the environment's HYDRAHEAD_GDN_BACKEND is the start value.
-
-    auto: fla-core for half-precision tensors on CUDA where it is installed, else torch. fla: the same, but an
-    error where it cannot be used. Raises ValueError for another name.
-    """
-    global _requested  # noqa: PLW0603 - one choice a process, made before any model runs
-    if name not in BACKENDS:
-        raise ValueError(f"backend {name!r}; allowed: {', '.join(BACKENDS)}")
-    _requested = name
-
-
-def backend_reason() -> str:
-    """One line for people: the backend of GDN heads on this machine, and why."""
-    if _requested == "torch":
-        return "torch: asked for"
-    found = _fla()
-    if isinstance(found, str):
-        return f"torch: {found}"
-    if not torch.cuda.is_available():
-        return "torch: fla-core is installed, but there is no CUDA device"
-    training = (
-        ""
-        if _fla_can_train()
-        else "; torch for training, Triton 3.4.0 to 3.7.0 miscompiles it on Hopper"
-    )
-    return f"fla-core for bf16 and fp16 on CUDA{training}; torch otherwise"
-
-
-@cache
-def _fla() -> Any:
-    """fla-core's module of the gated delta rule, or the reason why there is none."""
-    try:
-        return importlib.import_module("fla.ops.gated_delta_rule")
-    except ImportError as error:
-        return f"fla-core is not installed ({error})"
-    except Exception as error:  # a broken Triton raises anything at import
-        return f"fla-core fails to import ({type(error).__name__}: {error})"
-
-
-@cache
-def _fla_can_train() -> bool:
-    """False on Hopper with a Triton that fla-core's gated backward refuses."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return True
-    return not triton_miscompiles(importlib.import_module("triton").__version__)
-
-
-def triton_miscompiles(version: str) -> bool:
-    """Whether this version of Triton gets fla-core's gated backward wrong on Hopper GPUs: 3.4.0 to 3.7.0."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    return (3, 4, 0) <= numbers <= (3, 7, 0)
-
-
-def _use_fla(q: Tensor, needs_grad: bool) -> bool:
-    if _requested == "torch":
-        return False
-    fit = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not isinstance(_fla(), str)
-    fit = fit and (_fla_can_train() or not needs_grad)
-    if _requested == "fla":
-        if not fit:
-            raise RuntimeError(
-                f"GDN backend fla was asked for, but {backend_reason()} ({q.dtype}, {q.device})"
-            )
-        return True
-    return fit
 
 
 def gated_delta(
@@ -111,25 +22,7 @@ def gated_delta(
     scale: float,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, D] in q's dtype and the final state [B, H, D, D] in fp32, by the fastest backend at hand."""
-    inputs = (q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if _use_fla(q_BTHD, needs_grad):
-        name = (
-            "fused_recurrent_gated_delta_rule" if q_BTHD.shape[1] == 1 else "chunk_gated_delta_rule"
-        )
-        # Keywords only: the positional order differs between fla-core's entry points.
-        o_BTHD, state = getattr(_fla(), name)(
-            q=q_BTHD,
-            k=k_BTHD,
-            v=v_BTHD,
-            g=g_BTH,
-            beta=beta_BTH,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=True,
-        )
-        return o_BTHD, state
+    """Outputs [B, T, H, D] in q's dtype and the final state [B, H, D, D] in fp32; a single token by one step."""
     if q_BTHD.shape[1] > 1:
         return gated_delta_chunked(
             q_BTHD, k_BTHD, v_BTHD, g_BTH, beta_BTH, scale=scale, initial_state=initial_state

@@ -5,28 +5,17 @@ Shapes: B batch, T new tokens, S cached plus new tokens, C hidden size, n query 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .cache import KeyValueStore
 from .configuration_hydrahead import HydraHeadConfig
+from .dispatch import attend
 from .fusion import HeadIndex, RMSNorm, head_rows
 from .rotary import PositionEmbeddings, rotate
-
-HOPPER_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""Order of preference on compute capability 9: SDPA's own choice is 1.7 times slower than cuDNN there. SDPA itself
-steps down the list where a backend cannot take the shapes, dtype or mask (cuDNN takes no fp32)."""
 
 
 class Mask(NamedTuple):
@@ -70,15 +59,6 @@ def build_mask(
 def _causal(num_new: int, num_past: int, device: torch.device) -> Tensor:
     ones = torch.ones(num_new, num_past + num_new, dtype=torch.bool, device=device)
     return ones.tril(num_past)
-
-
-@contextmanager
-def _preferred_backend(x: Tensor) -> Iterator[None]:
-    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9:
-        with sdpa_kernel(HOPPER_BACKENDS, set_priority=True):
-            yield
-    else:
-        yield
 
 
 class FullHeads(nn.Module):
@@ -142,18 +122,8 @@ class FullHeads(nn.Module):
         return self._attend(q_BnTD, k_BmSD, v_BmSD, mask or Mask()).transpose(1, 2)
 
     def _attend(self, q_BnTD: Tensor, k_BmSD: Tensor, v_BmSD: Tensor, mask: Mask) -> Tensor:
-        pairs = mask.pairs_B1TS
-        grouped = len(self.kv_heads) < len(self.heads)
         if not self._even:
-            # SDPA's grouped mode needs equally many readers of each KV head: repeat by index instead.
+            # Grouped kernels need equally many readers of each KV head: repeat by index instead.
             index = self._readers.on(k_BmSD.device)
             k_BmSD, v_BmSD = k_BmSD.index_select(1, index), v_BmSD.index_select(1, index)
-        with _preferred_backend(q_BnTD):
-            return F.scaled_dot_product_attention(
-                q_BnTD,
-                k_BmSD,
-                v_BmSD,
-                attn_mask=pairs,
-                is_causal=pairs is None and q_BnTD.shape[2] > 1,
-                enable_gqa=grouped and self._even,
-            )
+        return attend(q_BnTD, k_BmSD, v_BmSD, mask.pairs_B1TS)

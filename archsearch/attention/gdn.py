@@ -14,21 +14,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .cache import GatedDeltaState
 from .configuration_hydrahead import HydraHeadConfig
-from .delta_rule import backend_reason, gated_delta, gated_delta_chunked, set_backend
+from .dispatch import gated_delta_net
 from .fusion import HeadIndex, RMSNorm, fuse
 from .rotary import PositionEmbeddings, rotate
-
-__all__ = [
-    "GatedDeltaHeads",
-    "backend_reason",
-    "gated_delta",
-    "gated_delta_chunked",
-    "set_backend",
-]
 
 CONV_WIDTH = 4
 INITIAL_HALF_LIFE_TOKENS = 64.0
@@ -109,14 +100,22 @@ class GatedDeltaHeads(nn.Module):
     ) -> Tensor:
         """Head outputs [B, T, n, D]; reads and replaces state. Padding (valid_BT False) leaves the memory alone."""
         q, k, v = self._project(x_BTC, position_embeddings, valid_BT, state)
-        g_BTn, beta_BTn = self._decay_and_rate(x_BTC)
+        a_BTn, b_BTn = self.a_proj(x_BTC), self.b_proj(x_BTC)
         if valid_BT is not None:
-            g_BTn = g_BTn.masked_fill(~valid_BT[..., None], 0.0)
-            beta_BTn = beta_BTn.masked_fill(~valid_BT[..., None], 0.0)
-            k = k.masked_fill(~valid_BT[..., None, None], 0.0)
-        memory = None if state is None else state.memory_BnDD
-        o_BTnD, memory = gated_delta(
-            q, k, v, g_BTn, beta_BTn, scale=self.head_dim**-0.5, initial_state=memory
+            # Neither decay nor writing.
+            a_BTn, b_BTn = (
+                x.masked_fill(~valid_BT[..., None], float("-inf")) for x in (a_BTn, b_BTn)
+            )
+        o_BTnD, memory = gated_delta_net(
+            q,
+            k,
+            v,
+            a_BTn,
+            b_BTn,
+            self.A_log,
+            self.dt_bias,
+            initial_state=None if state is None else state.memory_BnDD,
+            output_final_state=state is not None,
         )
         if state is not None:
             state.memory_BnDD = memory
@@ -136,7 +135,7 @@ class GatedDeltaHeads(nn.Module):
         valid_BT: Tensor | None,
         state: GatedDeltaState | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k (unit length) and v, each [B, T, n, D]."""
+        """q, k (before their L2 norm) and v, each [B, T, n, D]."""
         shape = (*x_BTC.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (p(x_BTC).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.conv_weight is not None:
@@ -145,14 +144,7 @@ class GatedDeltaHeads(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope:
             q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
-        return _unit(q), _unit(k), v
-
-    def _decay_and_rate(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Log decay g = -exp(A_log) softplus(W_a x + dt_bias) and writing rate b = sigmoid(W_b x + c_b), in fp32."""
-        a_BTn = self.a_proj(x_BTC).float() + self.dt_bias.float()
-        return -self.A_log.float().exp() * F.softplus(a_BTn), torch.sigmoid(
-            self.b_proj(x_BTC).float()
-        )
+        return q, k, v
 
     def _convolve(
         self, x_BTn3D: Tensor, valid_BT: Tensor | None, state: GatedDeltaState | None
@@ -170,9 +162,3 @@ class GatedDeltaHeads(nn.Module):
         weight_n3DW, tokens = self.conv_weight.to(x_BTn3D.dtype), x_BTn3D.shape[1]
         taps = [extended[:, i : i + tokens] * weight_n3DW[..., i] for i in range(CONV_WIDTH)]
         return x_BTn3D + torch.stack(taps).sum(0)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x over its L2 norm, with the epsilon under the root that fla-core uses, so that zeros stay zeros."""
-    x_float = x.float()
-    return (x_float * torch.rsqrt(x_float.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -16,12 +16,16 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .backends import Operator as _Operator  # noqa: F401 - see below
 from .cache import HydraHeadCache, LayerCache
 from .configuration_hydrahead import HydraHeadConfig
-from .delta_rule import backend_reason, set_backend
+from .delta_rule import gated_delta as _gated_delta  # noqa: F401 - see below
+from .dispatch import set_backend
 from .full import FullHeads, Mask, build_mask
+from .full_backends import AttentionCall as _AttentionCall  # noqa: F401 - see below
 from .fusion import HeadIndex, RMSNorm, scatter_heads
 from .gdn import GatedDeltaHeads
+from .gdn_backends import GatedDeltaCall as _GatedDeltaCall  # noqa: F401 - see below
 from .nha import Lent, NativeHybridHeads
 from .rotary import PositionEmbeddings, Rotary
 from .window_slots import attend as _attend  # noqa: F401 - see below
@@ -33,7 +37,6 @@ __all__ = [
     "HydraHeadConfig",
     "HydraHeadForCausalLM",
     "HydraHeadModel",
-    "backend_reason",
     "set_backend",
 ]
 

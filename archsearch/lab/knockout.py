@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from ..attention.delta_rule import set_backend
+from ..attention.dispatch import set_backend
 from ..config import RunConfig, ScoreMethod
 from ..errors import ConfigError
 from ..headmap import ModelShape
@@ -186,7 +186,7 @@ def main() -> None:
     if args.random < 1:
         parser.error("--random: 1 set or more, since losses are told in times random's")
     # fla-core would tune its kernels anew for every number of twins in a layer, longer than all the rest takes.
-    set_backend("torch")
+    set_backend("gdn", "torch")
     found = [losses_of(path, args) for path in args.runs]
     seeds, tables = [seed for seed, _, _ in found], [each for _, each, _ in found]
     losses = with_times_random([each for _, _, each in found])

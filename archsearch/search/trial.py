@@ -33,6 +33,7 @@ from ..evaluation.retrieval import retrieval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
+from ..models.kernels import use_kernels
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
 from ..rundir import replacing
@@ -63,6 +64,7 @@ class TrialWorker:
         """Loads teacher, supernet and prompts. Raises ConfigError or EnvironmentFault where one is missing."""
         self.config = _read_config(payload["config"])
         self.run_dir = Path(payload["run_dir"])
+        use_kernels(self.config.kernels)
         self.teacher = load_teacher(self.config.teacher)
         self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher)
         self._tokens = EVALUATION_TOKENS[self.teacher.device.type]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from archsearch.attention.gdn import backend_reason, gated_delta, gated_delta_chunked, set_backend
+from archsearch.attention.delta_rule import gated_delta, gated_delta_chunked
 from archsearch_kernels.gdn.reference import gated_delta_reference
 
 LENGTHS = (1, 7, 63, 64, 65, 130)
@@ -84,17 +84,3 @@ def test_half_precision_in_half_out_with_fp32_state() -> None:
     torch.testing.assert_close(
         o.float(), gated_delta_reference(*inputs, SCALE)[0], atol=1e-2, rtol=1e-2
     )
-
-
-def test_backends_are_named_and_checked() -> None:
-    with pytest.raises(ValueError, match="auto, torch, fla"):
-        set_backend("cuda")
-    set_backend("torch")
-    assert backend_reason() == "torch: asked for"
-    set_backend("fla")
-    try:
-        with pytest.raises(RuntimeError, match="fla was asked for"):
-            gated_delta(*draw(4, 0.5), scale=SCALE)
-    finally:
-        set_backend("auto")
-    assert "torch" in backend_reason()
