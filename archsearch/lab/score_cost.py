@@ -131,14 +131,9 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _peak(run: Callable[[], object]) -> float:
-    """Seconds-free peak of device memory in GiB, the model included."""
-    if not torch.cuda.is_available():
-        run()
-        return math.nan
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated() / GIB
+def _peak() -> float:
+    """Peak of device memory since its statistics were reset, in GiB, the model included; NaN without a GPU."""
+    return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else math.nan
 
 
 def check(teacher: Teacher, probes: Sequence[Probe], book: LabBook, name: str) -> None:
@@ -176,41 +171,55 @@ def brute_seconds(teacher: Teacher, probe: Probe) -> tuple[float, int]:
     return each[best], best
 
 
-def measure(
-    teacher: Teacher, probes: Sequence[Probe], config: RunConfig, book: LabBook, name: str
-) -> None:
-    """Receivers beside brute force, then senders."""
-    shape, memory = teacher.shape, round(config.scoring.memory_gib * GIB)
-
-    def receivers() -> object:
-        return receiver_effects(
+def measure_receivers(
+    teacher: Teacher, probes: Sequence[Probe], config: RunConfig, book: LabBook
+) -> float:
+    """Receiver scores beside brute force; returns the seconds of the former."""
+    shape, name = teacher.shape, config.name
+    memory = round(config.scoring.memory_gib * GIB)
+    ours = seconds(
+        lambda: receiver_effects(
             teacher, probes, decay=DECAY, min_gap=-math.inf, memory_bytes=memory
         )
-
-    ours = seconds(receivers)
-    with torch.inference_mode():
-        each, size = brute_seconds(teacher, probes[0])
+    )
+    peak = _peak()
+    each, size = brute_seconds(teacher, probes[0])
     brute = each * shape.total_heads * len(probes) + 2 * each * len(probes)
     facts = {"pairs": len(probes), "tokens": len(probes[0].prompt), "heads": shape.total_heads}
     book.add(f"{name}: receiver scores", ours, "s", "brute force", **facts)
     book.add(f"{name}: brute force, scaled from a batch of {size}", brute, "s", None, **facts)
     book.add(f"{name}: brute force over receiver scores", brute / ours, "times", None, **facts)
+    book.add(f"{name}: peak memory of receiver scores, model included", peak, "GiB", None, **facts)
     print(f"{name}: receivers {ours:.2f} s, brute force {brute:.1f} s, {brute / ours:.0f} times")
-    chosen = random.Random(1).sample(shape.heads(), round(0.05 * shape.total_heads))
-    few = probes[: config.scoring.sender_pairs]
-    rounds = config.scoring.sender_rounds
+    return ours
 
-    def senders() -> object:
+
+def measure_senders(
+    teacher: Teacher, probes: Sequence[Probe], config: RunConfig, book: LabBook, receivers_s: float
+) -> None:
+    """A round of sender scores of the share of heads that the config takes as receivers, and its peak memory."""
+    shape, name, scoring = teacher.shape, config.name, config.scoring
+    memory, rounds = round(scoring.memory_gib * GIB), scoring.sender_rounds
+    chosen = frozenset(
+        random.Random(1).sample(shape.heads(), round(scoring.receiver_share * shape.total_heads))
+    )
+
+    def senders(few: Sequence[Probe]) -> object:
         return sender_effects(
-            teacher, few, frozenset(chosen), decay=DECAY, min_gap=-math.inf, memory_bytes=memory
+            teacher, few, chosen, decay=DECAY, min_gap=-math.inf, memory_bytes=memory
         )
 
-    one = seconds(senders, repeats=1)
-    peak = _peak(lambda: (receivers(), senders()))
+    few = probes[: scoring.sender_pairs]
+    senders(few[:1])  # to warm up
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    one, peak = seconds(lambda: senders(few), repeats=0), _peak()
+    facts = {"pairs": len(few), "tokens": len(few[0].prompt), "heads": shape.total_heads}
     text = f"{name}: sender scores of {len(few)} pairs, {len(chosen)} receivers"
+    both = receivers_s + rounds * one
     book.add(f"{text}, one round", one, "s", None, **facts)
-    book.add(f"{name}: receivers, and {rounds} rounds of senders", ours + rounds * one, "s", None)
-    book.add(f"{name}: peak memory of both, the model included", peak, "GiB", None, **facts)
+    book.add(f"{name}: receivers, and {rounds} rounds of senders", both, "s", None, **facts)
+    book.add(f"{name}: peak memory of sender scores, model included", peak, "GiB", None, **facts)
     print(f"{text}: {one:.1f} s a round; {peak:.1f} GiB at the peak")
 
 
@@ -244,7 +253,10 @@ def main() -> None:
         if args.check:
             check(teacher, probes, book, config.name)
         else:
-            measure(teacher, probes, config, book, config.name)
+            receivers_s = measure_receivers(teacher, probes, config, book)
+            book.write(args.figures)
+            if config.scoring.sender_pairs:
+                measure_senders(teacher, probes, config, book, receivers_s)
     book.write(args.figures)
 
 
