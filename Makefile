@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Asked for by its exact version and first, so that no dependency brings in another build of it.
 TORCH ?= torch==2.13.0
+# CUDA builds of torch for Linux bring the Triton that they need; the CPU build has none, and gets this one.
+TRITON ?= triton==3.7.1
 CONFIG ?= search_spaces/tiny.yaml
 
 BIN := .venv/bin
@@ -17,6 +19,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2>/dev/null \
+		|| $(BIN)/python -m pip install --quiet $(TRITON)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt \
 		--no-build-isolation --editable '.[dev]'
@@ -37,8 +41,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Kernels are interpreted on the CPU in a process of their own: Triton reads the variable once, when it is imported.
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -q
+	! $(BIN)/python -c 'import triton' 2>/dev/null \
+		|| TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels -m 'not gpu and not slow_interpreter'
 
 test: lint pytest  ## what CI runs
 
