@@ -43,8 +43,10 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 ```
 
-It needs torch and transformers >= 5.6.2. The code is in this folder: read it before you trust it. With fla-core
-installed, Gated DeltaNet runs on its kernels on a GPU; without, in plain torch, on any device.
+It needs torch and transformers >= 5.6.2. The code is in this folder: read it before you trust it. With archsearch's own
+kernels, FlashQLA or fla-core installed, Gated DeltaNet runs on them on a GPU; without, in plain torch, on any device.
+HYDRAHEAD_GDN_BACKEND (auto, triton, flashqla, fla, torch) and HYDRAHEAD_FULL_BACKEND (auto, cudnn, flash_attn, sdpa, torch)
+force a backend.
 
 ## What can serve it
 | runtime | |

@@ -10,6 +10,7 @@ from .config import RunConfig, ScoreMethod
 from .console import Printer
 from .errors import RunFault
 from .memory import MemoryWatch
+from .models.kernels import use_kernels
 from .models.teacher import inspect_teacher
 from .plan import STAGES, Plan, make_plan, scored_methods
 from .preflight import check_config, check_machine, check_memory, ignored_options
@@ -93,6 +94,7 @@ def _opened(
         run_dir.record_provenance(config.seed)
         for warning in [*run_dir.warnings(), *ignored_options(config, methods)]:
             printer.line(f"warning: {warning}")
+        use_kernels(config.kernels)
         yield RunContext(config, run_dir), memory
 
 

@@ -18,7 +18,6 @@ from .data.corpora import load_tokens, training_batches
 from .data.niah import retrieval_rows
 from .errors import EnvironmentFault
 from .footprint import TRAIN
-from .models.kernels import use_kernels
 from .models.supernet import Supernet
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
 from .plan import scored_methods, training_rows
@@ -49,9 +48,6 @@ class RunContext:
     supernet: Supernet | None = None
     outcome: SearchOutcome | None = None
     drawn: Mapping[str, Mapping[str, SubProbe]] | None = None
-
-    def __post_init__(self) -> None:
-        use_kernels(self.config.kernels)
 
     def teacher(self) -> Teacher:
         """The teacher, loaded at its first use."""

@@ -211,6 +211,7 @@ def test_an_override_can_repair_the_file(tmp_path: Path) -> None:
         ("=3", "write it as path.to.key=value"),
         ("probes.contexts.²=1", "probes.contexts.²: "),
         ("teacher.device=gpu", "teacher.device: 'gpu' is not allowed; allowed: "),
+        ("kernels.gdn=cuda", "kernels.gdn: 'cuda' is not allowed; allowed: 'auto', 'triton', "),
         ("teacher.source=''", "teacher.source: '' is not allowed; allowed: "),
         ("probes.contexts.3=1", "probes.contexts[3]: "),
         ("search.trials=[", "not YAML: "),

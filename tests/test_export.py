@@ -48,6 +48,8 @@ for folder in sys.argv[1:]:
     text = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert text.shape[1] == inputs.input_ids.shape[1] + 5
 assert not any(name.startswith("archsearch") for name in sys.modules)
+tables = [module for name, module in sys.modules.items() if name.endswith(".dispatch") and "_modules." in name]
+assert tables and all(table.OPERATORS["full"].wish == "torch" for table in tables), tables
 """
 
 
@@ -73,6 +75,7 @@ def test_export_loads_without_this_package(tmp_path: Path) -> None:
     # The transformers of this process, should it lie elsewhere than the interpreter's own.
     environment["PYTHONPATH"] = str(Path(transformers.__file__).parents[1])
     environment |= {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["HYDRAHEAD_FULL_BACKEND"] = "torch"
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOAD_ALONE, *map(str, folders)],
         cwd=tmp_path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -181,9 +182,13 @@ CHECKS = {
 """How torch says whether an SDPA kernel can serve, and whether it has a grouped mode."""
 
 
-@cache
 def _sdpa_lacks(situation: Situation, kernel: str) -> str | None:
     """Why torch says that an SDPA kernel can't serve; asked of small tensors of the same kind."""
+    return _asked(replace(situation, shape=()), kernel)
+
+
+@cache
+def _asked(situation: Situation, kernel: str) -> str | None:
     check, grouped = CHECKS[kernel]
     trains = situation.purpose == TRAINING
     options: dict[str, Any] = {"device": situation.device, "dtype": situation.dtype}

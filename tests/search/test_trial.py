@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from archsearch.attention.dispatch import OPERATORS, set_backend
 from archsearch.config import GdnConfig, RunConfig
 from archsearch.cost import cache_bytes
 from archsearch.data.niah import retrieval_rows
@@ -86,6 +87,17 @@ def spec_of(*rows: str, tokens: int = 0, **fields: Any) -> TrialSpec:
 def metrics_of(result: TrialResult) -> dict[str, float]:
     assert result.status == "ok", result.reason
     return result.metrics
+
+
+def test_the_kernels_that_the_config_asks_for_are_those_of_the_worker(
+    payload: dict[str, Any],
+) -> None:
+    config = payload["config"] | {"kernels": {"full": "torch"}}
+    try:
+        TrialWorker(payload | {"config": config})
+        assert OPERATORS["full"].wish == "torch"
+    finally:
+        set_backend("full", "auto")
 
 
 def test_reports_every_metric_and_the_cost(worker: TrialWorker) -> None:

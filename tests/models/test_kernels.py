@@ -1,0 +1,57 @@
+"""The config's kernels section: it holds in this process, and what a machine cannot run is refused before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from archsearch.attention.dispatch import OPERATORS
+from archsearch.config import KernelsConfig
+from archsearch.errors import EnvironmentFault
+from archsearch.models.kernels import check_kernels, use_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def reset() -> Iterator[None]:
+    yield
+    use_kernels(KernelsConfig())
+
+
+def test_the_section_holds_until_the_next_one() -> None:
+    use_kernels(KernelsConfig(full="torch"))
+    assert [operator.wish for operator in OPERATORS.values()] == ["auto", "torch"]
+    use_kernels(KernelsConfig(gdn="torch"))
+    assert [operator.wish for operator in OPERATORS.values()] == ["torch", "auto"]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_this_machine_cannot_run_is_named_with_what_it_can(trains: bool) -> None:
+    check_kernels(KernelsConfig(), CPU, "float32", 64, trains=trains)
+    check_kernels(KernelsConfig(gdn="torch", full="sdpa"), CPU, "bfloat16", 64, trains=trains)
+    with pytest.raises(EnvironmentFault) as caught:
+        check_kernels(KernelsConfig(full="cudnn"), CPU, "float32", 64, trains=trains)
+    assert str(caught.value) == (
+        "kernels.full: cudnn cannot serve inference on cpu in float32, head_dim 64: needs a CUDA device; "
+        "allowed here: auto, sdpa, torch"
+    )
+
+
+def test_training_on_a_gpu_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cannot(situation: object) -> None:
+        asked.append(str(situation))
+
+    table = OPERATORS["gdn"]
+    changed = replace(table.backend("fla"), cannot=cannot)
+    monkeypatch.setattr(table, "backends", (changed,))
+    check_kernels(KernelsConfig(gdn="fla"), torch.device("cuda"), "float32", 64, trains=True)
+    assert asked == [
+        "inference on cuda in float32, head_dim 64",
+        "training on cuda in bfloat16, head_dim 64",
+    ]
