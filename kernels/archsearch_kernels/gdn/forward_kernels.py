@@ -1,11 +1,15 @@
 """Triton kernels of the gated delta rule's forward pass; kernel.py launches them, schedule.py cuts the work.
 
 Notation, per head and chunk of C tokens that starts at state S [D, D] (rows are key dimensions): k and q are rows divided
-by their L2 norm, b the writing rates, g_i the log2 decay summed from the chunk's start to token i, G the chunk's sum.
+by their L2 norm, b the writing rates, g_i the log2 decay summed from the chunk's start to token i, G the chunk's sum, s = D^-1/2.
 With A_ij = 2^(g_i - g_j) k_i.k_j below the diagonal and X = (I + diag(b) A)^-1 diag(b) (UT transform, arXiv 2406.06484),
-    U = X (V - 2^g K S),  O = D^-1/2 (2^g Q S + [Q K^T 2^(g_i - g_j)] U),  S <- 2^G S + (2^(G - g) K)^T U,
-where the bracket is zero above the diagonal. q and k enter the products as they were loaded: their norms are factors of
-rows and columns. Of stage 1 only X, g and c = -log2|k| - g go through memory, 136 bytes a token-head in bf16.
+    U = X (V - 2^g K S),  O = s 2^g Q S + L U,  S <- 2^G S + (2^(G - g) K)^T U,
+where L_ij = s 2^(g_i - g_j) q_i.k_j on and below the diagonal. q and k enter the products as they were loaded: their norms are
+in factors of rows and columns. Stage 1, `transform`, is parallel over chunks and leaves X, L, those factors, and g and c =
+-log2|k| - g for the backward pass: 276 bytes a token-head in bf16.
+
+The passes over chunks keep S transposed. Each product then takes its left side from registers, where the product before has
+left it, and its right side from a tile as loaded, so that nothing of the chain from chunk to chunk goes through shared memory.
 
 The state pass is affine in S. A long sequence is cut into segments that run at the same time: `summarize` finds each
 segment's map S_end = M S_start + N, `link` chains the maps, and `attend` runs from the linked states. Each token's map has
@@ -55,6 +59,7 @@ def inverse_norm(rows: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=RUN_TIME_COUNTS, do_not_specialize_on_alignment=UNALIGNED)
 def transform(
+    q: tl.tensor,
     k: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
@@ -64,12 +69,17 @@ def transform(
     kv_index: tl.tensor,
     segments: tl.tensor,
     x_out: tl.tensor,
+    local_out: tl.tensor,
+    factors_out: tl.tensor,
     g_out: tl.tensor,
     c_out: tl.tensor,
     total_out: tl.tensor,
     heads: tl.tensor,
     chunks_per_segment: tl.tensor,
     num_chunks: tl.tensor,
+    q_sb: tl.tensor,
+    q_st: tl.tensor,
+    q_sh: tl.tensor,
     k_sb: tl.tensor,
     k_st: tl.tensor,
     k_sh: tl.tensor,
@@ -77,13 +87,17 @@ def transform(
     a_st: tl.tensor,
     b_sb: tl.tensor,
     b_st: tl.tensor,
+    scale: tl.tensor,
     D: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Stage 1, a program a chunk and head: X [chunks, n, C, C], g and c [chunks, n, C], G [n, chunks]."""
+    """Stage 1, a program a chunk and head: X and L [chunks, n, C, C], factors [chunks, n, 3, C], g and c [chunks, n, C], G [n, chunks].
+
+    The factors of a token, fp32: 2^g / |k|, 2^(G - g) / |k| and s 2^g / |q|.
+    """
     head = tl.program_id(0) % heads
     place = tl.program_id(0) // heads
     segment = segments + place // chunks_per_segment * FIELDS
@@ -100,21 +114,41 @@ def transform(
     gate = tl.load(q_index + head)
     k += batch * k_sb + token.to(tl.int64) * k_st + tl.load(kv_index + head) * k_sh
     rows = tl.load(k + i[:, None] * k_st + d[None, :], mask=valid[:, None], other=0.0)
+    q += batch * q_sb + token.to(tl.int64) * q_st + gate * q_sh
+    queries = tl.load(q + i[:, None] * q_st + d[None, :], mask=valid[:, None], other=0.0)
     norm = inverse_norm(rows)
+    query_norm = inverse_norm(queries) * scale
     a += batch * a_sb + token.to(tl.int64) * a_st + gate
     b += batch * b_sb + token.to(tl.int64) * b_st + gate
     raw = tl.load(a + i * a_st, mask=valid, other=0.0).to(tl.float32)
     raw = softplus(raw + tl.load(dt_bias + gate).to(tl.float32))
     decay = tl.exp(tl.load(A_log + gate).to(tl.float32)) * raw
-    g = tl.cumsum(tl.where(valid, -decay * LOG2_E, 0.0), axis=0)
+    steps = tl.where(valid, -decay * LOG2_E, 0.0)
+    g = tl.cumsum(steps, axis=0)
+    total = tl.sum(steps)
     rate = tl.sigmoid(tl.load(b + i * b_st, mask=valid, other=float("-inf")).to(tl.float32))
     before = tl.load(b + (i - 1) * b_st, mask=valid & (i > 0), other=float("-inf"))
     before = tl.sigmoid(before.to(tl.float32))
 
+    place_out = chunk.to(tl.int64) * heads + head
+    c = tl.log2(norm) - g
+    tl.store(g_out + place_out * C + i, g)
+    tl.store(c_out + place_out * C + i, c)
+    tl.store(total_out + head * num_chunks + chunk, total)
+    factors = factors_out + place_out * (3 * C) + i
+    tl.store(factors, tl.exp2(g) * norm)
+    tl.store(factors + C, tl.exp2(total - g) * norm)
+    tl.store(factors + 2 * C, tl.exp2(g) * query_norm)
+
+    # Both matrices share their decays and the norms of k.
+    between = tl.exp2(tl.where(i[:, None] >= i[None, :], g[:, None] + c[None, :], float("-inf")))
+    local = tl.dot(queries, tl.trans(rows), input_precision=PRECISION)
+    local *= between * query_norm[:, None]
+    square_at = place_out * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(local_out + square_at, local.to(local_out.dtype.element_ty))
     below = i[:, None] > i[None, :]
-    between = tl.exp2(tl.where(below, g[:, None] - g[None, :], float("-inf")))
     minus_a = tl.dot(rows, tl.trans(rows), input_precision=PRECISION)
-    minus_a *= between * (-norm)[:, None] * norm[None, :]
+    minus_a *= tl.where(below, between, 0.0) * (-norm)[:, None]
     # X for blocks of 1, 2, 4, .. tokens along the diagonal: two neighbours P and Q make [[P, 0], [-Q L P, Q]] with L what A
     # has between them. Entries of A and X are at most 1, so that fp16 is the best 16-bit type for them.
     apart = tl.where(below, i[:, None] ^ i[None, :], 0)
@@ -127,12 +161,7 @@ def transform(
         product = tl.dot(product.to(INNER), x_inner, input_precision=PRECISION)
         x = tl.where((apart >> level) == 1, product, x)
 
-    place_out = chunk.to(tl.int64) * heads + head
-    x_at = place_out * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(x_out + x_at, x.to(x_out.dtype.element_ty))
-    tl.store(g_out + place_out * C + i, g)
-    tl.store(c_out + place_out * C + i, tl.log2(norm) - g)
-    tl.store(total_out + head * num_chunks + chunk, tl.sum(tl.where(valid, -decay * LOG2_E, 0.0)))
+    tl.store(x_out + square_at, x.to(x_out.dtype.element_ty))
 
 
 @triton.jit
@@ -166,8 +195,7 @@ def summarize(
     kv_index: tl.tensor,
     segments: tl.tensor,
     x_in: tl.tensor,
-    g_in: tl.tensor,
-    c_in: tl.tensor,
+    factors_in: tl.tensor,
     total_in: tl.tensor,
     initial: tl.tensor,
     ends: tl.tensor,
@@ -223,10 +251,10 @@ def summarize(
     kv_head = tl.load(kv_index + head)
     k += batch * k_sb + kv_head * k_sh
     v += batch * v_sb + kv_head * v_sh + column
-    state = tl.where(is_map & (d[:, None] == column + e[None, :]), 1.0, 0.0)
+    state = tl.where(is_map & (d[None, :] == column + e[:, None]), 1.0, 0.0)
     if initial is not None:  # noqa: SIM102 - decided when compiled
         if (position == 0) & (first == 0):
-            state = read_state(initial, tl.load(segment) * heads + head, column, D, V)
+            state = tl.trans(read_state(initial, tl.load(segment) * heads + head, column, D, V))
     for number in tl.range(first, count):
         valid = i < tl.where(is_map, 0, length - number * C)
         place = (first_chunk + number) * heads + head
@@ -237,24 +265,19 @@ def summarize(
             v + at * v_st + i[:, None] * v_st + e[None, :], mask=valid[:, None], other=0.0
         )
         x = tl.load(x_in + place * (C * C) + i[:, None] * C + i[None, :])
-        g = tl.load(g_in + place * C + i)
-        c = tl.load(c_in + place * C + i)
-        total = tl.load(g_in + place * C + C - 1)
-        read = tl.dot(keys, state.to(keys.dtype), input_precision=PRECISION)
-        rest = values.to(tl.float32) - read * tl.exp2(2 * g + c)[:, None]
-        written = tl.dot(x, rest.to(x.dtype), input_precision=PRECISION)
-        written *= tl.exp2(total + c)[:, None]
-        state = tl.dot(
-            tl.trans(keys),
-            written.to(keys.dtype),
-            acc=state * tl.exp2(total),
-            input_precision=PRECISION,
-        )
+        read_key = tl.load(factors_in + place * (3 * C) + i)
+        write_key = tl.load(factors_in + place * (3 * C) + C + i)
+        total = tl.load(total_in + head * num_chunks + first_chunk + number)
+        read = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
+        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
+        written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
+        kept = (written * write_key[None, :]).to(keys.dtype)
+        state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
     place = row * heads + head
     if is_map:
-        write_state(maps, state, place, column, D, V)
+        write_state(maps, tl.trans(state), place, column, D, V)
     else:
-        write_state(ends, state, place, column, D, V)
+        write_state(ends, tl.trans(state), place, column, D, V)
         tl.store(reach + place, whole)
 
 
@@ -304,12 +327,14 @@ def attend(
     kv_index: tl.tensor,
     segments: tl.tensor,
     x_in: tl.tensor,
-    g_in: tl.tensor,
-    c_in: tl.tensor,
+    local_in: tl.tensor,
+    factors_in: tl.tensor,
+    total_in: tl.tensor,
     initial: tl.tensor,
     ends: tl.tensor,
     final: tl.tensor,
     heads: tl.tensor,
+    num_chunks: tl.tensor,
     q_sb: tl.tensor,
     q_st: tl.tensor,
     q_sh: tl.tensor,
@@ -320,7 +345,6 @@ def attend(
     v_st: tl.tensor,
     v_sh: tl.tensor,
     o_sb: tl.tensor,
-    scale: tl.tensor,
     D: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -351,43 +375,38 @@ def attend(
     o_st = heads * D
     o += batch * o_sb + head * D + column
 
-    state = tl.zeros([D, V], dtype=tl.float32)
+    state = tl.zeros([V, D], dtype=tl.float32)
     if initial is not None:  # noqa: SIM102 - decided when compiled
         if position == 0:
-            state = read_state(initial, sequence * heads + head, column, D, V)
+            state = tl.trans(read_state(initial, sequence * heads + head, column, D, V))
     if position > 0:
-        state = read_state(ends, (row - 1) * heads + head, column, D, V)
+        state = tl.trans(read_state(ends, (row - 1) * heads + head, column, D, V))
     for number in tl.range(0, tl.cdiv(length, C)):
-        # Loads stand beside their use and a tile is done with before the next: registers are what is scarce.
         rows = (i < length - number * C)[:, None]
         place = (first_chunk + number) * heads + head
         at = token.to(tl.int64) + number * C
-        queries = tl.load(q + at * q_st + i[:, None] * q_st + d[None, :], mask=rows, other=0.0)
-        query_scale = inverse_norm(queries) * scale
         keys = tl.load(k + at * k_st + i[:, None] * k_st + d[None, :], mask=rows, other=0.0)
-        g = tl.load(g_in + place * C + i)
-        c = tl.load(c_in + place * C + i)
-        total = tl.load(g_in + place * C + C - 1)
-        local = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        not_later = i[:, None] >= i[None, :]
-        local *= tl.exp2(tl.where(not_later, g[:, None] + c[None, :], float("-inf")))
-        local_inner = local.to(keys.dtype)
+        values = tl.load(v + at * v_st + i[:, None] * v_st + e[None, :], mask=rows, other=0.0)
+        queries = tl.load(q + at * q_st + i[:, None] * q_st + d[None, :], mask=rows, other=0.0)
+        x = tl.load(x_in + place * (C * C) + i[:, None] * C + i[None, :])
+        local = tl.load(local_in + place * (C * C) + i[:, None] * C + i[None, :])
+        read_key = tl.load(factors_in + place * (3 * C) + i)
+        write_key = tl.load(factors_in + place * (3 * C) + C + i)
+        read_query = tl.load(factors_in + place * (3 * C) + 2 * C + i)
+        total = tl.load(total_in + head * num_chunks + first_chunk + number)
 
         state_inner = state.to(keys.dtype)
-        read = tl.dot(keys, state_inner, input_precision=PRECISION)
-        values = tl.load(v + at * v_st + i[:, None] * v_st + e[None, :], mask=rows, other=0.0)
-        rest = values.to(tl.float32) - read * tl.exp2(2 * g + c)[:, None]
-        x = tl.load(x_in + place * (C * C) + i[:, None] * C + i[None, :])
-        written = tl.dot(x, rest.to(x.dtype), input_precision=PRECISION)
-        written_inner = written.to(keys.dtype)
-        kept = (written * tl.exp2(total + c)[:, None]).to(keys.dtype)
-        state *= tl.exp2(total)
-        state = tl.dot(tl.trans(keys), kept, acc=state, input_precision=PRECISION)
-
-        out = tl.dot(queries, state_inner, input_precision=PRECISION) * tl.exp2(g)[:, None]
-        out = tl.dot(local_inner, written_inner, acc=out, input_precision=PRECISION)
-        out = (out * query_scale[:, None]).to(o.dtype.element_ty)
-        tl.store(o + at * o_st + i[:, None] * o_st + e[None, :], out, mask=rows)
+        read = tl.dot(state_inner, tl.trans(keys), input_precision=PRECISION)
+        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
+        written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
+        kept = (written * write_key[None, :]).to(keys.dtype)
+        state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
+        out = tl.dot(state_inner, tl.trans(queries), input_precision=PRECISION)
+        out *= read_query[None, :]
+        local = tl.trans(local)
+        out = tl.dot(written.to(local.dtype), local, acc=out, input_precision=PRECISION)
+        out_at = o + at * o_st + i[:, None] * o_st + e[None, :]
+        tl.store(out_at, tl.trans(out.to(o.dtype.element_ty)), mask=rows)
     if final is not None:  # noqa: SIM102 - decided when compiled
         if tl.load(segment + 6) != 0:
-            write_state(final, state, sequence * heads + head, column, D, V)
+            write_state(final, tl.trans(state), sequence * heads + head, column, D, V)

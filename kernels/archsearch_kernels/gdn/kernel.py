@@ -19,6 +19,9 @@ from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Schedule, schedu
 COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
 """Columns of the state in one program, by head_dim: a tile of the state takes at most 64 registers a thread."""
 
+LINK_COLUMNS = 16
+"""Fewer columns a program for `link`, which has few programs and waits for each product."""
+
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of the state pass that a multiprocessor runs at once, by their registers and shared memory."""
 
@@ -49,6 +52,8 @@ class Call:
     initial_NnDD: Tensor | None
     plan: Schedule
     x: Tensor
+    local: Tensor
+    factors: Tensor
     g: Tensor
     c: Tensor
     totals: Tensor
@@ -175,6 +180,8 @@ def run_forward(
         initial_state,
         plan,
         x=q_BTHD.new_empty(*chunk_shape, CHUNK),
+        local=q_BTHD.new_empty(*chunk_shape, CHUNK),
+        factors=torch.empty(plan.num_chunks, heads, 3, CHUNK, device=device),
         g=torch.empty(chunk_shape, device=device),
         c=torch.empty(chunk_shape, device=device),
         totals=torch.empty(heads, plan.num_chunks, device=device),
@@ -192,6 +199,7 @@ def _transform(
 ) -> None:
     plan = call.plan
     kernels.transform[(plan.num_segments * plan.chunks_per_segment * call.heads,)](
+        call.q_BTHD,
         call.k_BTGD,
         a_BTH,
         b_BTH,
@@ -201,15 +209,19 @@ def _transform(
         call.kv_index_n,
         plan.segments,
         call.x,
+        call.local,
+        call.factors,
         call.g,
         call.c,
         call.totals,
         call.heads,
         plan.chunks_per_segment,
         plan.num_chunks,
+        *call.q_BTHD.stride()[:3],
         *call.k_BTGD.stride()[:3],
         *a_BTH.stride()[:2],
         *b_BTH.stride()[:2],
+        call.dim**-0.5,
         LEVELS=CHUNK.bit_length() - 1,
         INNER=INNER[call.q_BTHD.dtype],
         **call.options("transform"),
@@ -228,8 +240,7 @@ def _link_segments(call: Call) -> Links:
         call.kv_index_n,
         plan.segments,
         call.x,
-        call.g,
-        call.c,
+        call.factors,
         call.totals,
         call.initial_NnDD,
         ends,
@@ -243,14 +254,15 @@ def _link_segments(call: Call) -> Links:
         MOST_CHUNKS=MOST_CHUNKS,
         **call.options("summarize"),
     )
-    kernels.link[(plan.num_sequences * call.heads * call.blocks,)](
+    columns = min(call.dim, LINK_COLUMNS)
+    kernels.link[(plan.num_sequences * call.heads * (call.dim // columns),)](
         plan.first_rows,
         ends,
         maps,
         reach,
         call.heads,
         D=call.dim,
-        V=COLUMNS[call.dim],
+        V=columns,
         K=min(call.dim, 32),
         PRECISION="tf32x3",
         **LAUNCH["link"],
@@ -279,17 +291,18 @@ def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | Non
         call.kv_index_n,
         plan.segments,
         call.x,
-        call.g,
-        call.c,
+        call.local,
+        call.factors,
+        call.totals,
         call.initial_NnDD,
-        call.c if ends is None else ends,  # not read where nothing is cut
+        call.totals if ends is None else ends,  # not read where nothing is cut
         final,
         call.heads,
+        plan.num_chunks,
         *call.q_BTHD.stride()[:3],
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
         o_BTnD.stride(0),
-        call.dim**-0.5,
         V=COLUMNS[call.dim],
         **call.options("attend"),
     )
