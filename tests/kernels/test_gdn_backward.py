@@ -21,6 +21,7 @@ from tests.kernels.test_gdn_kernel import (  # noqa: F401 - fixtures of every te
 )
 
 kernels = pytest.importorskip("archsearch_kernels.gdn.backward_kernels")
+gradient_kernels = pytest.importorskip("archsearch_kernels.gdn.gradient_kernels")
 operator = pytest.importorskip("archsearch_kernels.gdn.operator")
 
 TOLERANCE = {torch.float32: 1e-4 if DEVICE == "cpu" else 5e-4, torch.bfloat16: 1e-2}
@@ -188,7 +189,8 @@ def test_tokens_without_gates_have_finite_gradients() -> None:
 
 
 def num_compilations() -> int:
-    stages = (kernels.replay, kernels.retreat, kernels.link_back, kernels.gradients)
+    passes = (kernels.replay, kernels.retreat, kernels.link_back)
+    stages = (*passes, gradient_kernels.gradients, gradient_kernels.gather)
     return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
 
 

@@ -13,20 +13,25 @@ import torch
 from torch import Tensor
 
 from archsearch_kernels.gdn import backward_kernels as kernels
-from archsearch_kernels.gdn.kernel import COLUMNS, PRECISION, Call, Links
+from archsearch_kernels.gdn import gradient_kernels
+from archsearch_kernels.gdn.kernel import COLUMNS, LINK_COLUMNS, PRECISION, Call, Links
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
 
 LAUNCH: dict[str, dict[str, int]] = {
     "replay": {"num_warps": 4, "num_stages": 2},
     "retreat": {"num_warps": 4, "num_stages": 1},
     "link_back": {"num_warps": 4, "num_stages": 2},
-    "gradients": {"num_warps": 4, "num_stages": 1},
+    "gradients": {"num_warps": 8, "num_stages": 1},
+    "gather": {"num_warps": 4, "num_stages": 1},
 }
 """How bf16 kernels are compiled."""
 LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
 
 GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
 """Columns of the states that `gradients` has on chip at once, by head_dim."""
+
+GATHERED_TOKENS = 16
+"""Tokens of one program of `gather`."""
 
 
 class Gates(NamedTuple):
@@ -59,7 +64,7 @@ class Readers(NamedTuple):
 
 @dataclass(frozen=True)
 class _States:
-    """By chunk: S and dS' [chunks, n, D, D], U and dP [chunks, n, C, D]."""
+    """By chunk: S and dS' transposed [chunks, n, D, D], U and dP [chunks, n, C, D]."""
 
     states: Tensor
     written: Tensor
@@ -103,14 +108,7 @@ def gdn_backward(
 def _options(call: Call, kernel: str) -> dict[str, Any]:
     dtype = call.q_BTHD.dtype
     launch = LAUNCH[kernel] if dtype == torch.bfloat16 else LAUNCH_FP32
-    columns = GRADIENT_COLUMNS if kernel == "gradients" else COLUMNS
-    return {
-        "D": call.dim,
-        "V": columns[call.dim],
-        "C": CHUNK,
-        "PRECISION": PRECISION[dtype],
-        **launch,
-    }
+    return {"D": call.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
 
 
 def _replay(call: Call, links: Links | None, states: _States) -> None:
@@ -121,15 +119,17 @@ def _replay(call: Call, links: Links | None, states: _States) -> None:
         call.kv_index_n,
         plan.segments,
         call.x,
-        call.g,
-        call.c,
+        call.factors,
+        call.totals,
         call.initial_NnDD,
-        call.c if links is None else links.ends,  # not read where nothing is cut
+        call.totals if links is None else links.ends,  # not read where nothing is cut
         states.states,
         states.written,
         call.heads,
+        plan.num_chunks,
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
+        V=COLUMNS[call.dim],
         **_options(call, "replay"),
     )
 
@@ -152,11 +152,11 @@ def _retreat(
         call.kv_index_n,
         plan.segments,
         call.x,
-        call.g,
-        call.c,
+        call.local,
+        call.factors,
         call.totals,
         d_final,
-        call.c if d_starts is None else d_starts,  # not read where nothing is cut
+        call.totals if d_starts is None else d_starts,  # not read where nothing is cut
         d_initial,
         None if states is None else states.d_states,
         None if states is None else states.d_rest,
@@ -165,22 +165,23 @@ def _retreat(
         *call.q_BTHD.stride()[:3],
         *call.k_BTGD.stride()[:3],
         *do.stride()[:3],
-        call.dim**-0.5,
         MOST_CHUNKS=MOST_CHUNKS,
         SUMMARIZE=states is None,
+        V=COLUMNS[call.dim],
         **_options(call, "retreat"),
     )
 
 
 def _link_back(call: Call, links: Links | None, d_starts: Tensor) -> None:
-    kernels.link_back[(call.plan.num_sequences * call.heads * call.blocks,)](
+    columns = min(call.dim, LINK_COLUMNS)
+    kernels.link_back[(call.plan.num_sequences * call.heads * (call.dim // columns),)](
         call.plan.first_rows,
         d_starts,
-        call.c if links is None else links.maps,  # not read where nothing is cut
-        call.c if links is None else links.reach,
+        call.totals if links is None else links.maps,  # not read where nothing is cut
+        call.totals if links is None else links.reach,
         call.heads,
         D=call.dim,
-        V=COLUMNS[call.dim],
+        V=columns,
         K=min(call.dim, 32),
         PRECISION="tf32x3",
         **LAUNCH["link_back"],
@@ -200,15 +201,18 @@ def _gradients(
         for x in (dq, da, db):
             x.index_fill_(2, readers.idle, 0)
     d_decay = torch.empty(2, call.heads, plan.num_chunks, device=q.device)
-    kernels.gradients[(plan.num_segments * plan.chunks_per_segment * kv_heads,)](
+    chunks = plan.num_segments * plan.chunks_per_segment
+    gradient_kernels.gradients[(chunks * call.heads,)](
         q,
         call.k_BTGD,
         do,
         *gates,
         call.q_index_n,
-        readers.order_n,
+        call.kv_index_n,
         readers.first_of,
         plan.segments,
+        call.local,
+        call.factors,
         call.g,
         call.c,
         states.states,
@@ -233,7 +237,27 @@ def _gradients(
         *gates.a_BTH.stride()[:2],
         *gates.b_BTH.stride()[:2],
         call.dim**-0.5,
+        V=GRADIENT_COLUMNS[call.dim],
         **_options(call, "gradients"),
+    )
+    gradient_kernels.gather[(chunks * kv_heads * (CHUNK // GATHERED_TOKENS),)](
+        call.k_BTGD,
+        readers.order_n,
+        readers.first_of,
+        plan.segments,
+        states.written,
+        states.d_rest,
+        dk,
+        dv,
+        call.heads,
+        kv_heads,
+        tokens,
+        plan.chunks_per_segment,
+        *call.k_BTGD.stride()[:3],
+        D=call.dim,
+        C=CHUNK,
+        R=GATHERED_TOKENS,
+        **LAUNCH["gather"],
     )
     sums = torch.zeros(2, q_heads, device=q.device)
     sums.index_copy_(1, call.q_index_n.long(), d_decay.sum(2))
