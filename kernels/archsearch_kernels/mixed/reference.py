@@ -54,8 +54,9 @@ def mixed_heads(
     if plan.full:
         full = _attention(parts.pop(0), parts.pop(0), v.index_select(2, plan.full_kv_index))
     if plan.linear:
+        q, k = parts
         linear, _ = gdn_reference.gdn_forward(
-            *parts, v, a_BTn, b_BTn, A_log_n, dt_bias_n, plan.q_index, plan.kv_index
+            q, k, v, a_BTn, b_BTn, A_log_n, dt_bias_n, plan.q_index, plan.kv_index
         )
     out = fusion_reference.fusion(
         full,

@@ -31,7 +31,7 @@ class Remade:
 
     def hooks(self) -> saved_tensors_hooks:
         """The context in which the operators run forward; `made` must live as long."""
-        return saved_tensors_hooks(self._pack, self._unpack)  # type: ignore[no-untyped-call]
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Any:
         # The storages' addresses are unique while the results live, and no longer.
@@ -39,7 +39,7 @@ class Remade:
         if number is None:
             return x.detach()
         self._saved += 1
-        return _Place(number, x.size(), x.stride(), x.storage_offset())
+        return _Place(number, x.size(), x.stride(), int(x.storage_offset()))
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Place):

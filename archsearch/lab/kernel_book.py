@@ -1,0 +1,67 @@
+"""The file of kernel figures: rows by section, written whenever a section ends, those of sections not run kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .records import LabBook
+
+
+class Figures:
+    """Rows of one run, printed as they come; each says its section and what Triton and cuDNN it was made with.
+
+    replaced: the sections whose rows in an earlier file are thrown away. commit: where the source tree cannot tell.
+    """
+
+    def __init__(self, path: Path, replaced: Collection[str], commit: str | None = None) -> None:
+        self.section = ""
+        self._path = path
+        self._commit = commit
+        self._book = LabBook(0)
+        self._kept: list[dict[str, Any]] = []
+        if path.exists():
+            rows = json.loads(path.read_text())
+            self._kept = [row for row in rows if row.get("section") not in replaced]
+        self._facts = {"triton": _triton(), "cudnn": torch.backends.cudnn.version()}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of this run."""
+        return self._book.rows
+
+    def add(
+        self, metric: str, value: float, unit: str, compared_to: str | None = None, **facts: Any
+    ) -> None:
+        """Adds and prints a figure of the section that is under way."""
+        self._book.add(
+            metric, value, unit, compared_to, section=self.section, **facts, **self._facts
+        )
+        if self._commit is not None:
+            self.rows[-1]["commit"] = self._commit
+        told = ", ".join(f"{name} {x}" for name, x in facts.items() if not isinstance(x, dict))
+        print(f"[{self.section}] {metric}: {value:.4g} {unit} ({told})", flush=True)
+        for name, table in facts.items():
+            if isinstance(table, dict):
+                print(f"    {name}: {json.dumps(table)}", flush=True)
+
+    def remark(self, text: str) -> None:
+        """A row without a figure: why something is missing."""
+        self.add("remark", 0.0, "", text=text)
+
+    def write(self) -> None:
+        """Writes the file, whole."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps([*self._kept, *self.rows], indent=1) + "\n")
+
+
+def _triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)

@@ -1,0 +1,264 @@
+"""Every figure of the kernels that issue and lab book name, in one run on one GPU:
+
+    python -m archsearch.lab.kernel_figures --figures runs/lab/kernels.json [--only SECTION ...]
+
+Sections, in this order; each has a limit of time, and the file is written after each:
+first_call (an empty process and empty caches), accuracy, head_maps, long, core and layer (our times), memory, fla (all of
+fla-core's times and the composition's), flashqla. No time is taken where accuracy failed. fla-core compiles beside the first
+sections, in processes of their own; after --fla-seconds it goes without. FlashQLA runs where its packages are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .kernel_book import Figures
+from .kernel_core import Inaccurate, check_core, time_core, time_fla
+from .kernel_layer import RATIOS, check_layer, time_composition, time_layer
+from .kernel_limits import count_compilations, measure_memory, run_long
+from .kernel_timing import limit
+
+FIRST_CALL_SECONDS = 120.0
+FLASHQLA_SECONDS = 300.0
+FLASHQLA_ANCHORS = {
+    ("forward", 1, 32768): 0.38,
+    ("backward", 1, 32768): 0.84,
+    ("forward", 8, 4096): 0.29,
+    ("backward", 8, 4096): 1.37,
+}
+"""ms on an H200: measured on 2026-11-30 at B 1, published at B 8. Taken where FlashQLA cannot run."""
+
+
+@dataclass
+class Run:
+    """What the sections share: the file, a scratch folder, and fla-core's compiling processes."""
+
+    figures: Figures
+    scratch: Path
+    fla_seconds: float
+    accurate: bool | None = None
+    warming: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    warm_until: float = 0.0
+
+    def start_fla(self) -> None:
+        """Has fla-core compile in other processes, each variant once, into Triton's cache, which this process reads later."""
+        self.warm_until = time.monotonic() + self.fla_seconds
+        for what in ("core", *RATIOS):
+            command = [sys.executable, "-m", "archsearch.lab.kernel_layer", "--warm", what]
+            self.warming.append(subprocess.Popen(command))
+
+    def wait_for_fla(self) -> list[str]:
+        """What fla-core has not compiled when its time is up, with why; those processes are ended."""
+        failed = []
+        for process in self.warming:
+            try:
+                code = process.wait(max(0.0, self.warm_until - time.monotonic()))
+                reason = f"ended with {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                reason = f"did not finish in {self.fla_seconds:.0f} s"
+            if reason:
+                failed.append(f"{process.args[-1]} {reason}")  # type: ignore[index]
+        self.warming.clear()
+        return failed
+
+    def require_accuracy(self) -> None:
+        """Checks once a run. Raises Inaccurate."""
+        if self.accurate is None:
+            self.accurate = False
+            section, self.figures.section = self.figures.section, "accuracy"
+            check_core(self.figures)
+            check_layer(self.figures)
+            self.accurate, self.figures.section = True, section
+        if not self.accurate:
+            raise Inaccurate("no times, since accuracy failed")
+
+    def fresh(self, module: str, *arguments: str, seconds: float) -> dict[str, Any]:
+        """What a process with empty caches of its own noted before it ended or its time was up."""
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        caches = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TVM_CACHE_DIR", "CUDA_CACHE_PATH")
+        environment = os.environ | {name: str(folder / name) for name in caches}
+        environment["HOME"] = str(folder)
+        command = [sys.executable, "-m", module, *arguments, "--to", str(folder / "journal.json")]
+        try:
+            subprocess.run(command, env=environment, timeout=seconds, check=False)
+            ended = {}
+        except subprocess.TimeoutExpired:
+            ended = {"stopped_after_s": seconds}
+        journal = folder / "journal.json"
+        return (json.loads(journal.read_text()) if journal.exists() else {}) | ended
+
+
+def first_call(run: Run) -> None:
+    """An empty process: a layer forward and backward, a second head map, another batch shape; the core alone likewise."""
+    layer = run.fresh("archsearch.lab.kernel_layer", "--first-call", seconds=FIRST_CALL_SECONDS)
+    core = run.fresh("archsearch.lab.kernel_rivals", "ours", seconds=FIRST_CALL_SECONDS)
+    if "first_map_s" in layer:
+        seconds = layer["first_map_s"] - layer["first_map_begins_s"]
+        name = "first call of a layer, forward and backward, empty caches"
+        run.figures.add(name, seconds, "s", "at most 20 s", journal=layer)
+    else:
+        run.figures.remark(f"the layer's first call did not end: {layer}")
+    _second_map(run.figures, "ours", core)
+    _second_map(run.figures, "ours, whole layer", layer)
+
+
+def _second_map(figures: Figures, name: str, journal: dict[str, Any]) -> None:
+    if "second_map_s" in journal:
+        metric = f"process start to a second head map, caches empty, {name}"
+        figures.add(metric, journal["second_map_s"], "s", "FlashQLA", journal=journal)
+    else:
+        figures.remark(f"no second head map, {name}: {journal}")
+
+
+def accuracy(run: Run) -> None:
+    """Errors against fp64."""
+    run.require_accuracy()
+
+
+def head_maps(run: Run) -> None:
+    """Compilations over many head maps."""
+    count_compilations(run.figures)
+
+
+def long(run: Run) -> None:
+    """A long sequence."""
+    run_long(run.figures)
+
+
+def core(run: Run) -> None:
+    """Our times of the gated delta rule."""
+    run.require_accuracy()
+    time_core(run.figures)
+
+
+def layer(run: Run) -> None:
+    """Our times of the layer."""
+    run.require_accuracy()
+    time_layer(run.figures)
+
+
+def memory(run: Run) -> None:
+    """Our memory alone; `fla` measures it again beside the composition's."""
+    measure_memory(run.figures, rivals=False)
+
+
+def fla(run: Run) -> None:
+    """fla-core's times and the composition's, and the composition's memory."""
+    if find_spec("fla") is None:
+        run.figures.remark("fla-core is not installed")
+        return
+    if not run.warming:
+        run.start_fla()
+    failed = run.wait_for_fla()
+    if failed:
+        run.figures.remark(f"fla-core's compilation, where it was not done: {failed}")
+    if "core" not in " ".join(failed):
+        time_fla(run.figures)
+        run.figures.write()
+    if not any(ratio in " ".join(failed) for ratio in RATIOS):
+        time_composition(run.figures)
+        measure_memory(run.figures, rivals=True)
+
+
+def flashqla(run: Run) -> None:
+    """FlashQLA in an empty process, or the figures known of it."""
+    missing = [name for name in ("tilelang", "flash_qla", "fla") if find_spec(name) is None]
+    journal: dict[str, Any] = {}
+    if missing:
+        run.figures.remark(f"FlashQLA did not run: no {', '.join(missing)}; figures are anchors")
+    else:
+        module, seconds = "archsearch.lab.kernel_rivals", FLASHQLA_SECONDS
+        journal = run.fresh(module, "flashqla", "--times", seconds=seconds)
+        _second_map(run.figures, "FlashQLA", journal)
+    for (direction, batch, tokens), anchor in FLASHQLA_ANCHORS.items():
+        measured = journal.get(f"{direction}_ms B{batch} T{tokens}")
+        run.figures.add(
+            f"GDN {direction}, FlashQLA",
+            anchor if measured is None else measured,
+            "ms",
+            None,
+            batch=batch,
+            tokens=tokens,
+            heads=14,
+            source="anchors" if measured is None else "measured in this run",
+        )
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "first_call": first_call,
+    "accuracy": accuracy,
+    "head_maps": head_maps,
+    "long": long,
+    "core": core,
+    "layer": layer,
+    "memory": memory,
+    "fla": fla,
+    "flashqla": flashqla,
+}
+OWN_LIMIT = {"first_call": 2 * FIRST_CALL_SECONDS, "flashqla": FLASHQLA_SECONDS + 10}
+"""Sections whose seconds are not --section-seconds."""
+
+
+def run_sections(run: Run, names: Sequence[str], section_seconds: float) -> list[str]:
+    """Runs them in order and writes the file after each; a failure is a remark. Returns those that failed."""
+    failed = []
+    for name in names:
+        run.figures.section, started = name, time.monotonic()
+        if name != "first_call" and "fla" in names and not run.warming and not run.warm_until:
+            if find_spec("fla") is not None:
+                run.start_fla()
+        extra = run.fla_seconds if name == "fla" else 0.0
+        try:
+            with limit(OWN_LIMIT.get(name, section_seconds) + extra):
+                SECTIONS[name](run)
+        except Exception as error:  # the other sections' figures are worth having
+            traceback.print_exc()
+            run.figures.section = name
+            run.figures.remark(f"{type(error).__name__}: {error}"[:600])
+            failed.append(name)
+        print(f"[{name}] took {time.monotonic() - started:.1f} s", flush=True)
+        run.figures.write()
+    return failed
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--figures", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--fla-seconds", type=float, default=240.0)
+    parser.add_argument("--section-seconds", type=float, default=120.0)
+    parser.add_argument("--commit", help="of the source tree, where git cannot tell")
+    options = parser.parse_args()
+    names = [name for name in SECTIONS if name in options.only]
+    # fla-core must choose its variants here, with nothing beside it, and not read what its compiling processes chose.
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    with tempfile.TemporaryDirectory() as scratch:
+        replaced = {*names, "accuracy"}
+        figures = Figures(options.figures, replaced, options.commit)
+        run = Run(figures, Path(scratch), options.fla_seconds)
+        try:
+            failed = run_sections(run, names, options.section_seconds)
+        finally:
+            run.warm_until = 0.0
+            run.wait_for_fla()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

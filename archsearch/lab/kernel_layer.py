@@ -1,0 +1,206 @@
+"""Figures of a whole layer of mixed heads between projections, against the same layer of fla-core, cuDNN and torch ops.
+
+    python -m archsearch.lab.kernel_layer --first-call --to FILE
+    python -m archsearch.lab.kernel_layer --warm core|7:1|3:1
+
+The first form times the first calls of an empty process (its caches are the caller's to choose); the second has fla-core
+compile all that the figures need of it.
+
+Shapes: B batch, T tokens, D head_dim; 16 query heads over 8 KV heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archsearch_kernels.mixed import composition, reference
+from archsearch_kernels.mixed.bench import FULL, SHAPES, draw_layer, gradients, plan_of
+
+from .kernel_book import Figures
+from .kernel_core import Inaccurate, too_large
+from .kernel_rivals import RIVALS, Journal, draw_core, forget_tuning
+from .kernel_timing import (
+    median_ms,
+    relative_errors,
+    run_with_gradients,
+    stages_ms,
+    widened,
+)
+
+CHECKED = (2, 300)
+RATIOS = ("7:1", "3:1")
+
+Layer = Callable[..., Tensor]
+
+
+def ours(**arguments: Any) -> Tensor:
+    """Our layer as it is by default."""
+    from archsearch_kernels.mixed.operator import mixed_heads
+
+    return mixed_heads(**arguments)
+
+
+def on_two_streams(**arguments: Any) -> Tensor:
+    """Our layer with full attention on a stream of its own."""
+    return ours(**arguments, side_stream=_side_stream())
+
+
+def with_kept_heads(**arguments: Any) -> Tensor:
+    """Our layer, keeping the prologue's q and k for the backward pass."""
+    return ours(**arguments, remake=False)
+
+
+_streams: list[torch.cuda.Stream] = []
+
+
+def _side_stream() -> torch.cuda.Stream:
+    if not _streams:
+        _streams.append(torch.cuda.Stream())
+    return _streams[0]
+
+
+VARIANTS: dict[str, Layer] = {
+    "ours": ours,
+    "ours, two streams": on_two_streams,
+    "ours, q and k kept": with_kept_heads,
+}
+
+
+def check_layer(figures: Figures) -> None:
+    """Records errors in bf16 against the reference in fp64. Raises Inaccurate where one is too large."""
+    wrong: dict[str, float] = {}
+    for ratio in RATIOS:
+        arguments = draw_layer(*CHECKED, plan_of(FULL[ratio]))
+        expected = run_with_gradients(reference.mixed_heads, widened(arguments))
+        for name, layer in VARIANTS.items():
+            errors = relative_errors(run_with_gradients(layer, arguments), expected)
+            figures.add(
+                f"layer {ratio}, {name}: largest relative error of the output and every gradient",
+                max(errors.values()),
+                "",
+                "fp64, token by token",
+                batch=CHECKED[0],
+                tokens=CHECKED[1],
+                dtype="bfloat16",
+                errors=errors,
+            )
+            found = too_large(errors, torch.bfloat16)
+            wrong |= {f"{ratio} {name} {key}": error for key, error in found.items()}
+    if wrong:
+        raise Inaccurate(f"layer: {wrong}")
+
+
+def time_layer(figures: Figures) -> None:
+    """Forward, and forward with backward, of our layer in its variants."""
+    for ratio in RATIOS:
+        for batch, tokens in SHAPES:
+            arguments = draw_layer(batch, tokens, plan_of(FULL[ratio]))
+            for name, layer in VARIANTS.items():
+                _time(figures, f"layer {ratio}", name, layer, arguments)
+    batch, tokens = SHAPES[1]
+    arguments = draw_layer(batch, tokens, plan_of(FULL["full"]))
+    for name, layer in (
+        ("cuDNN with torch ops", composition.mixed_heads),
+        ("cuDNN with our prologue", ours),
+    ):
+        _time(figures, "all heads full attention", name, layer, arguments)
+
+
+def time_composition(figures: Figures) -> None:
+    """The composition's times, fla-core tuned anew at each shape, and how many times faster our layer is."""
+    for ratio in RATIOS:
+        for batch, tokens in SHAPES:
+            arguments = draw_layer(batch, tokens, plan_of(FULL[ratio]))
+            forget_tuning()
+            gradients(partial(composition.mixed_heads, **arguments), arguments)
+            _agree(figures, f"layer {ratio}", arguments)
+            _time(figures, f"layer {ratio}", "composition", composition.mixed_heads, arguments)
+    for row in [row for row in figures.rows if row["metric"].endswith(", composition")]:
+        what, batch, tokens = (
+            row["metric"].removesuffix(", composition"),
+            row["batch"],
+            row["tokens"],
+        )
+        for name in VARIANTS:
+            for own in figures.rows:
+                same = (own["metric"], own.get("batch"), own.get("tokens"))
+                if same == (f"{what}, {name}", batch, tokens):
+                    times = row["value"] / own["value"]
+                    metric = f"{what}, composition over {name}"
+                    figures.add(metric, times, "times", None, batch=batch, tokens=tokens)
+
+
+def _agree(figures: Figures, what: str, arguments: dict[str, Any]) -> None:
+    with torch.no_grad():
+        found, expected = ours(**arguments), composition.mixed_heads(**arguments)
+    difference = relative_errors({"out": found}, {"out": expected})["out"]
+    batch, tokens = found.shape[:2]
+    facts = {"batch": batch, "tokens": tokens}
+    figures.add(f"{what}: relative difference of outputs", difference, "", "composition", **facts)
+    if not difference < 3e-2:
+        raise Inaccurate(f"{what}: ours and the composition differ by {difference}")
+
+
+def _time(figures: Figures, what: str, name: str, layer: Layer, arguments: dict[str, Any]) -> None:
+    forward = partial(layer, **arguments)
+    both = partial(gradients, forward, arguments)
+    facts = {"batch": arguments["q_BTHD"].shape[0], "tokens": arguments["q_BTHD"].shape[1]}
+    figures.add(f"{what} forward, {name}", median_ms(forward), "ms", None, **facts)
+    stages = stages_ms(both)
+    facts |= {"stages_ms": stages}
+    figures.add(f"{what} forward and backward, {name}", median_ms(both), "ms", None, **facts)
+
+
+def first_calls(journal: Journal) -> None:
+    """Seconds since the process began, and of the first calls alone."""
+    torch.ones(1, device="cuda").sum().item()
+    for fact, ratio, shape in (
+        ("first_map", "7:1", SHAPES[0]),
+        ("second_map", "3:1", SHAPES[0]),
+        ("second_shape", "7:1", SHAPES[1]),
+    ):
+        arguments = draw_layer(*shape, plan_of(FULL[ratio]))
+        torch.cuda.synchronize()
+        journal.note(f"{fact}_begins_s")
+        gradients(partial(ours, **arguments), arguments)
+        torch.cuda.synchronize()
+        journal.note(f"{fact}_s")
+    journal.note("finished", True)
+
+
+def warm(what: str) -> None:
+    """Compiles fla-core's kernels, every variant, at both shapes."""
+    for batch, tokens in SHAPES:
+        if what == "core":
+            case = RIVALS["fla"](draw_core(batch, tokens))
+            forget_tuning(measured=False)
+            case.both()
+        else:
+            arguments = draw_layer(batch, tokens, plan_of(FULL[what]))
+            RIVALS["fla"](draw_core(1, 64))  # imports fla-core
+            forget_tuning(measured=False)
+            gradients(partial(composition.mixed_heads, **arguments), arguments)
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first-call", action="store_true")
+    parser.add_argument("--to", type=Path, default=Path("first_call.json"))
+    parser.add_argument("--warm", choices=("core", *RATIOS))
+    options = parser.parse_args()
+    if options.first_call:
+        first_calls(Journal(options.to))
+    if options.warm is not None:
+        warm(options.warm)
+
+
+if __name__ == "__main__":
+    main()
