@@ -34,6 +34,24 @@ class Figures:
         """The rows of this run."""
         return self._book.rows
 
+    def find(self, metric: str, batch: int, tokens: int) -> list[dict[str, Any]]:
+        """Rows of that metric and shape, of this run or kept from an earlier one."""
+        wanted = (metric, batch, tokens)
+        return [
+            row
+            for row in [*self._kept, *self.rows]
+            if (row["metric"], row.get("batch"), row.get("tokens")) == wanted
+        ]
+
+    def ratio(self, slower: str, faster: str, batch: int, tokens: int, goal: str | None) -> None:
+        """How many times faster `faster` is, for each of its rows and the last of `slower`'s."""
+        others = self.find(slower, batch, tokens)
+        for row in self.find(faster, batch, tokens) if others else []:
+            kept = {key: row[key] for key in ("half_life_tokens",) if key in row}
+            times = others[-1]["value"] / row["value"]
+            facts = {"batch": batch, "tokens": tokens, **kept}
+            self.add(f"{slower} over {faster}", times, "times", goal, **facts)
+
     def add(
         self, metric: str, value: float, unit: str, compared_to: str | None = None, **facts: Any
     ) -> None:

@@ -3,9 +3,9 @@
     python -m archsearch.lab.kernel_figures --figures runs/lab/kernels.json [--only SECTION ...]
 
 Sections, in this order; each has a limit of time, and the file is written after each:
-first_call (an empty process and empty caches), accuracy, head_maps, long, core and layer (our times), memory, fla (all of
-fla-core's times and the composition's), flashqla. No time is taken where accuracy failed. fla-core compiles beside the first
-sections, in processes of their own; after --fla-seconds it goes without. FlashQLA runs where its packages are.
+first_call (an empty process and empty caches), accuracy, core and layer (our times), head_maps, long, memory, fla (all of
+fla-core's times and the composition's), flashqla. No time is taken where accuracy failed. fla-core compiles in processes of
+its own beside head_maps, long and memory; after --fla-seconds it goes without. FlashQLA runs where its packages are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Run:
     scratch: Path
     fla_seconds: float
     accurate: bool | None = None
-    warming: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    warming: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     warm_until: float = 0.0
 
     def start_fla(self) -> None:
@@ -57,12 +57,12 @@ class Run:
         self.warm_until = time.monotonic() + self.fla_seconds
         for what in ("core", *RATIOS):
             command = [sys.executable, "-m", "archsearch.lab.kernel_layer", "--warm", what]
-            self.warming.append(subprocess.Popen(command))
+            self.warming[what] = subprocess.Popen(command)
 
     def wait_for_fla(self) -> list[str]:
         """What fla-core has not compiled when its time is up, with why; those processes are ended."""
         failed = []
-        for process in self.warming:
+        for what, process in self.warming.items():
             try:
                 code = process.wait(max(0.0, self.warm_until - time.monotonic()))
                 reason = f"ended with {code}" if code else ""
@@ -71,7 +71,7 @@ class Run:
                 process.wait()
                 reason = f"did not finish in {self.fla_seconds:.0f} s"
             if reason:
-                failed.append(f"{process.args[-1]} {reason}")  # type: ignore[index]
+                failed.append(f"{what} {reason}")
         self.warming.clear()
         return failed
 
@@ -161,8 +161,6 @@ def fla(run: Run) -> None:
     if find_spec("fla") is None:
         run.figures.remark("fla-core is not installed")
         return
-    if not run.warming:
-        run.start_fla()
     failed = run.wait_for_fla()
     if failed:
         run.figures.remark(f"fla-core's compilation, where it was not done: {failed}")
@@ -196,19 +194,23 @@ def flashqla(run: Run) -> None:
             heads=14,
             source="anchors" if measured is None else "measured in this run",
         )
+        rival, own = f"GDN {direction}, FlashQLA", f"GDN {direction}, ours"
+        run.figures.ratio(rival, own, batch, tokens, "at least 0.87 times")
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
     "first_call": first_call,
     "accuracy": accuracy,
-    "head_maps": head_maps,
-    "long": long,
     "core": core,
     "layer": layer,
+    "head_maps": head_maps,
+    "long": long,
     "memory": memory,
     "fla": fla,
     "flashqla": flashqla,
 }
+ALONE = ("first_call", "accuracy", "core", "layer")
+"""Sections beside which nothing may run."""
 OWN_LIMIT = {"first_call": 2 * FIRST_CALL_SECONDS, "flashqla": FLASHQLA_SECONDS + 10}
 """Sections whose seconds are not --section-seconds."""
 
@@ -218,9 +220,8 @@ def run_sections(run: Run, names: Sequence[str], section_seconds: float) -> list
     failed = []
     for name in names:
         run.figures.section, started = name, time.monotonic()
-        if name != "first_call" and "fla" in names and not run.warming and not run.warm_until:
-            if find_spec("fla") is not None:
-                run.start_fla()
+        if name not in ALONE and "fla" in names and not run.warm_until and find_spec("fla"):
+            run.start_fla()
         extra = run.fla_seconds if name == "fla" else 0.0
         try:
             with limit(OWN_LIMIT.get(name, section_seconds) + extra):
@@ -248,7 +249,7 @@ def main() -> None:
     # fla-core must choose its variants here, with nothing beside it, and not read what its compiling processes chose.
     os.environ["FLA_CACHE_RESULTS"] = "0"
     with tempfile.TemporaryDirectory() as scratch:
-        replaced = {*names, "accuracy"}
+        replaced = {*names, *(["accuracy"] if {"core", "layer"} & {*names} else [])}
         figures = Figures(options.figures, replaced, options.commit)
         run = Run(figures, Path(scratch), options.fla_seconds)
         try:

@@ -1,0 +1,224 @@
+"""The kernel figures' own arithmetic, records, limits of time and inputs; no kernel and no GPU is needed, but for the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from archsearch.lab import kernel_figures
+from archsearch.lab.kernel_book import Figures
+from archsearch.lab.kernel_core import too_large
+from archsearch.lab.kernel_figures import Run, run_sections
+from archsearch.lab.kernel_layer import on_two_streams, ours, with_kept_heads
+from archsearch.lab.kernel_limits import random_maps
+from archsearch.lab.kernel_rivals import Journal, draw_core
+from archsearch.lab.kernel_timing import (
+    OutOfTime,
+    counted_compilations,
+    floor_ms,
+    limit,
+    relative_errors,
+    run_with_gradients,
+    short_name,
+    widened,
+)
+from archsearch_kernels.gdn import reference as gdn_reference
+from archsearch_kernels.mixed import composition, reference
+from archsearch_kernels.mixed.bench import FULL, draw_layer, gradients, plan_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(Figures(tmp_path / "kernels.json", ["one", "two", "three"]), tmp_path, 1.0)
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((run.scratch / "kernels.json").read_text())
+    return found
+
+
+def test_floors_are_those_of_arithmetic_or_memory() -> None:
+    token_heads = 32768 * 14
+    assert floor_ms(token_heads, "forward") == pytest.approx(0.111, abs=1e-3)
+    assert floor_ms(token_heads, "backward") == pytest.approx(0.348, abs=1e-3)
+
+
+def test_kernel_names_are_shortened() -> None:
+    assert short_name("transform") == "transform"
+    long = "void at::native::vectorized_elementwise_kernel<4, at::native::Add<float>>(int, float)"
+    assert short_name(long) == "at::native::vectorized_elementwise_kernel"
+    assert short_name("<lambda>") == "<lambda>"
+
+
+def test_a_limit_stops_what_takes_too_long() -> None:
+    with pytest.raises(OutOfTime, match="0 s"), limit(0.05):
+        time.sleep(5)
+    with limit(5):
+        pass
+    time.sleep(0.06)
+
+
+def test_nan_is_an_infinite_error() -> None:
+    right = {"a": torch.ones(3), "b": torch.ones(3), "none": torch.ones(0), "zero": torch.zeros(2)}
+    found = {"a": torch.full((3,), 1.5), "b": torch.tensor([1, float("nan"), 1])}
+    errors = relative_errors({**found, "zero": torch.full((2,), 3.0)}, right)
+    assert errors == {"a": 0.5, "b": float("inf"), "zero": pytest.approx(18**0.5)}
+    assert too_large({"q": 0.011, "A_log_H": 0.011, "k": float("inf")}, torch.bfloat16) == {
+        "q": 0.011,
+        "k": float("inf"),
+    }
+
+
+def test_gradients_by_name_and_in_fp64() -> None:
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    arguments = {"x": x, "scale": torch.tensor(2.0), "offset": 1}
+    found = run_with_gradients(lambda x, scale, offset: scale * x * x + offset, arguments)
+    assert found["out"].tolist() == [9, 19]
+    assert set(found) == {"out", "x"}
+    assert torch.equal(
+        found["x"], run_with_gradients(lambda x, **_: 2 * x * x, {"x": x, "y": 0})["x"]
+    )
+    wide = widened(arguments)
+    assert wide["x"].dtype == torch.float64
+    assert (wide["x"].requires_grad, wide["scale"].requires_grad, wide["offset"]) == (
+        True,
+        False,
+        1,
+    )
+
+
+def test_sections_are_written_one_by_one_and_fail_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def one(run: Run) -> None:
+        run.figures.add("speed", 2.0, "ms", batch=1, tokens=8)
+
+    def two(run: Run) -> None:
+        seen.append(rows(run))
+        time.sleep(5)
+
+    def three(run: Run) -> None:
+        seen.append(rows(run))
+        raise ValueError("broken")
+
+    monkeypatch.setattr(kernel_figures, "SECTIONS", {"one": one, "two": two, "three": three})
+    assert run_sections(run, ["one", "two", "three"], 0.1) == ["two", "three"]
+    assert [row["metric"] for row in seen[0]] == ["speed"]
+    assert [row["section"] for row in seen[1]] == ["one", "two"]
+    found = rows(run)
+    assert "stopped after" in found[1]["text"]
+    assert found[2]["text"] == "ValueError: broken"
+    assert found[0].items() >= {"value": 2.0, "unit": "ms", "batch": 1, "section": "one"}.items()
+    assert {"commit", "machine", "versions", "triton", "cudnn"} <= set(found[0])
+
+
+def test_no_time_is_taken_where_accuracy_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(figures: Figures) -> None:
+        raise kernel_figures.Inaccurate("wrong")
+
+    timed: list[int] = []
+    monkeypatch.setattr(kernel_figures, "check_core", check)
+    monkeypatch.setattr(kernel_figures, "time_core", lambda figures: timed.append(1))
+    monkeypatch.setattr(kernel_figures, "time_layer", lambda figures: timed.append(1))
+    assert run_sections(run, ["core", "layer"], 5) == ["core", "layer"]
+    assert not timed
+
+
+def test_rows_of_other_sections_are_kept_and_compared(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    first = Figures(path, [])
+    for section, metric, value in (("core", "ours", 2.0), ("fla", "theirs", 9.0)):
+        first.section = section
+        first.add(metric, value, "ms", batch=8, tokens=4, half_life_tokens=64.0)
+    first.write()
+    again = Figures(path, ["fla"], commit="abc")
+    again.section = "fla"
+    again.add("theirs", 6.0, "ms", batch=8, tokens=4)
+    again.ratio("theirs", "ours", 8, 4, "at least 2 times")
+    again.ratio("theirs", "ours", 1, 4, None)
+    again.write()
+    found = json.loads(path.read_text())
+    assert [(row["metric"], row["value"]) for row in found] == [
+        ("ours", 2.0),
+        ("theirs", 6.0),
+        ("theirs over ours", 3.0),
+    ]
+    assert found[2]["half_life_tokens"] == 64.0
+    assert found[2]["commit"] == "abc"
+
+
+def test_a_fresh_process_has_its_own_caches_and_may_be_stopped(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(command: list[str], *, env: dict[str, str], timeout: float, check: bool) -> None:
+        assert Path(env["TRITON_CACHE_DIR"]).parent.parent == run.scratch
+        Path(command[-1]).write_text(json.dumps({"first_map_s": 3.0}))
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", execute)
+    assert run.fresh("module", "ours", seconds=4) == {"first_map_s": 3.0, "stopped_after_s": 4}
+
+
+def test_flashqla_that_is_not_there_is_quoted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_figures, "find_spec", lambda name: None)
+    run.figures.add("GDN forward, ours", 0.4, "ms", batch=1, tokens=32768, half_life_tokens=64.0)
+    assert run_sections(run, ["flashqla", "fla"], 5) == []
+    found = rows(run)
+    assert "no tilelang, flash_qla, fla" in found[1]["text"]
+    assert found[2]["source"] == "anchors"
+    assert found[3]["value"] == pytest.approx(0.38 / 0.4)
+
+
+def test_a_journal_leaves_out_what_was_measured_aside(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.json")
+    journal.note("start")
+    with journal.aside():
+        time.sleep(0.3)
+    journal.note("end")
+    facts = json.loads((tmp_path / "journal.json").read_text())
+    assert facts["end"] - facts["start"] < 0.2
+
+
+def test_head_maps_differ() -> None:
+    maps = random_maps(100)
+    assert len(set(maps)) == 100
+    assert maps[0] == FULL["7:1"]
+    assert {len(full) for full in maps} >= {1, 8, 15}
+
+
+def test_inputs_fit_what_they_are_for() -> None:
+    core = draw_core(1, 5, heads=3, dim=16, dtype=torch.float32, device="cpu")
+    assert gdn_reference.gdn_forward(**core)[0].shape == (1, 5, 3, 16)
+    layer = draw_layer(1, 5, plan_of(FULL["3:1"], "cpu"), dim=16, dtype=torch.float32)
+    found = gradients(partial(reference.mixed_heads, **layer), layer)
+    assert all(x is not None for x in found)
+    full = draw_layer(1, 5, plan_of(FULL["full"], "cpu"), dim=16, dtype=torch.float32)
+    out = composition.mixed_heads(**full)
+    torch.testing.assert_close(out, reference.mixed_heads(**full), rtol=1e-4, atol=1e-5)
+
+
+def test_compilations_are_counted() -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    with counted_compilations() as names:
+        knobs.runtime.jit_post_compile_hook(fn=None, repr="kernel", key="", compile={})
+    assert names == ["kernel"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+def test_variants_of_the_layer_agree() -> None:
+    arguments = draw_layer(1, 5, plan_of(FULL["7:1"], "cpu"), dim=16, dtype=torch.float32)
+    expected = run_with_gradients(reference.mixed_heads, widened(arguments))
+    for layer in (ours, with_kept_heads):
+        errors = relative_errors(run_with_gradients(layer, arguments), expected)
+        assert max(errors.values()) < 1e-4
+    assert on_two_streams is not ours
