@@ -58,9 +58,8 @@ def core_errors(dtype: torch.dtype, half_life: float) -> dict[str, float]:
     )
 
 
-def too_large(errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """Those of the errors that are above their bound."""
-    bound = BOUNDS[dtype]
+def too_large(errors: dict[str, float], bound: float) -> dict[str, float]:
+    """Those of the errors that are above the bound."""
     return {
         name: error
         for name, error in errors.items()
@@ -72,7 +71,7 @@ def check_core(figures: Figures) -> None:
     """Records the errors. Raises Inaccurate where one is too large."""
     wrong: dict[str, float] = {}
     for kind, half_life in HALF_LIVES.items():
-        for dtype in BOUNDS:
+        for dtype, bound in BOUNDS.items():
             errors = core_errors(dtype, half_life)
             name = str(dtype).removeprefix("torch.")
             facts = {"dtype": name, "half_life_tokens": half_life, "errors": errors}
@@ -86,7 +85,7 @@ def check_core(figures: Figures) -> None:
                 tokens=tokens,
                 **facts,
             )
-            wrong |= {f"{kind} {name} {key}": x for key, x in too_large(errors, dtype).items()}
+            wrong |= {f"{kind} {name} {key}": x for key, x in too_large(errors, bound).items()}
     if wrong:
         raise Inaccurate(f"GDN: {wrong}")
 

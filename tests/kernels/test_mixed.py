@@ -7,16 +7,20 @@ needs no Triton runs. Errors are the norm of the difference over the norm of the
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from archsearch.lab.kernel_timing import counted_compilations
 from archsearch_kernels.gdn import reference as gdn_reference
 from archsearch_kernels.mixed import composition, reference
 from archsearch_kernels.mixed.attention import attend
+from archsearch_kernels.mixed.bench import draw_layer, gradients, plan_of
 from archsearch_kernels.mixed.heads import BOTH_ROTATED, MixedPlan, Switches, plan_mixed
 from archsearch_kernels.mixed.remade import Remade
 from archsearch_kernels.prologue.reference import log_scale
@@ -26,6 +30,8 @@ DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 needs_triton = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1"
 )
+if DEVICE != "cpu" or INTERPRETED:
+    from archsearch_kernels.mixed.operator import mixed_heads
 TOLERANCE = {torch.float32: 1e-4 if DEVICE == "cpu" else 1e-3, torch.bfloat16: 1e-2}
 OPTIONS = ("q_weight_D", "k_weight_D", "gamma_nD", "bias_nD", "gate_BTnD")
 
@@ -123,8 +129,6 @@ def errors(found: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, flo
 
 
 def check(inputs: Inputs, **options: Any) -> None:
-    from archsearch_kernels.mixed.operator import mixed_heads
-
     arguments = inputs.arguments()
     found = errors(run(mixed_heads, arguments, **options), arguments)
     worst = max(found.values())
@@ -181,10 +185,20 @@ def test_bf16_and_streams(heads: str) -> None:
     check(Inputs(heads, 200, torch.bfloat16, dim=64), side_stream=torch.cuda.Stream())
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
+def test_one_compilation_serves_a_hundred_head_maps() -> None:
+    rng, compiled = random.Random(0), []
+    for number in range(100):
+        full = rng.sample(range(16), rng.randint(0, 16) if number else 2)
+        arguments = draw_layer(1, 200, plan_of(tuple(full)), dim=64)
+        with counted_compilations() as names:
+            gradients(partial(mixed_heads, **arguments), arguments)
+        compiled += names if number else []
+    assert compiled == []
+
+
 @needs_triton
 def test_backward_twice_and_not_at_all() -> None:
-    from archsearch_kernels.mixed.operator import mixed_heads
-
     arguments = Inputs().arguments()
     out = mixed_heads(**arguments)
     once, twice = (
@@ -197,8 +211,6 @@ def test_backward_twice_and_not_at_all() -> None:
 
 @needs_triton
 def test_plan_of_other_heads_is_refused() -> None:
-    from archsearch_kernels.mixed.operator import mixed_heads
-
     arguments = Inputs().arguments() | {"plan": Inputs("one full").plan()}
     with pytest.raises(ValueError, match="the plan has"):
         mixed_heads(**arguments)

@@ -94,13 +94,14 @@ def mixed_heads(
     if full is not None and side_stream is not None and main is not None:
         main.wait_stream(side_stream)
         full.record_stream(main)
+    # Without linear heads gamma, bias and gate are empty, but there: their absence would be another compilation.
     return fusion(
         full,
         linear,
         plan.fusion,
-        gamma_RD=gamma_nD if plan.linear else None,
-        bias_RD=bias_nD if plan.linear else None,
-        gate_BTED=gate_BTnD if plan.linear else None,
+        gamma_RD=gamma_nD,
+        bias_RD=bias_nD,
+        gate_BTED=gate_BTnD,
         gate_factor=2.0,
         norm_eps=norm_eps,
     )
