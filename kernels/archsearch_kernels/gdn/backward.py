@@ -19,15 +19,18 @@ from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
 
 LAUNCH: dict[str, dict[str, int]] = {
     "replay": {"num_warps": 4, "num_stages": 2},
-    "retreat": {"num_warps": 4, "num_stages": 1},
+    "retreat": {"num_warps": 4, "num_stages": 2},
     "link_back": {"num_warps": 4, "num_stages": 2},
-    "gradients": {"num_warps": 8, "num_stages": 1},
+    "gradients": {"num_warps": 4, "num_stages": 2},
     "gather": {"num_warps": 4, "num_stages": 1},
 }
 """How bf16 kernels are compiled."""
 LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
 
-GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
+WIDEST_ROW_BYTES = 256
+"""Rows of q up to which 4 warps have the registers for `gradients`."""
+
+GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 32, 128: 32, 256: 32}
 """Columns of the states that `gradients` has on chip at once, by head_dim."""
 
 GATHERED_TOKENS = 16
@@ -108,6 +111,8 @@ def gdn_backward(
 def _options(call: Call, kernel: str) -> dict[str, Any]:
     dtype = call.q_BTHD.dtype
     launch = LAUNCH[kernel] if dtype == torch.bfloat16 else LAUNCH_FP32
+    if kernel == "gradients" and call.dim * dtype.itemsize > WIDEST_ROW_BYTES:
+        launch = {**launch, "num_warps": 8}
     return {"D": call.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
 
 

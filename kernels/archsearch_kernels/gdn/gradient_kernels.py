@@ -137,8 +137,8 @@ def gradients(
     for column in tl.range(0, D, V):
         dout = tl.load(do_at + column, mask=rows, other=0.0)
         written = tl.load(written_io + rows_at + column)
-        d_local = tl.dot(dout, tl.trans(written), acc=d_local, input_precision=PRECISION)
         state = tl.load(states + square_at + column * D)
+        d_local = tl.dot(dout, tl.trans(written), acc=d_local, input_precision=PRECISION)
         dq_rows = tl.dot(dout, state, acc=dq_rows, input_precision=PRECISION)
     dq_rows *= tl.load(factors + 2 * C)[:, None]
     queries = tl.load(q_at, mask=rows, other=0.0)
@@ -175,10 +175,10 @@ def gradients(
     for column in tl.range(0, D, V):
         rest = tl.load(d_rest + rows_at + column)
         written = tl.load(written_io + rows_at + column)
+        state = tl.load(states + square_at + column * D)
         d_a = tl.dot(rest, tl.trans(written), acc=d_a, input_precision=PRECISION)
         d_rate += dots(rest, written)
         tl.store(dv_at + column, rest, mask=rows & alone)
-        state = tl.load(states + square_at + column * D)
         rest = (rest.to(tl.float32) * -read_key[:, None]).to(rest.dtype)
         dk_rows = tl.dot(rest, state, acc=dk_rows, input_precision=PRECISION)
     keys = tl.load(k_at, mask=rows, other=0.0)
