@@ -296,7 +296,8 @@ def _aligned(x: Tensor) -> Tensor:
     strides = x.stride()
     if strides[-1] == 1 and not any(s % 16 for s in strides[:-1]) and x.data_ptr() % 16 == 0:
         return x
-    return x.contiguous()
+    # Not contiguous(), which leaves the strides of dimensions of one entry as they are.
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 _seen: set[tuple[object, ...]] = set()
