@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from archsearch.lab import kernel_figures
+from archsearch.lab import kernel_core, kernel_figures, kernel_layer, kernel_limits
 from archsearch.lab.kernel_book import Figures
 from archsearch.lab.kernel_core import too_large
 from archsearch.lab.kernel_figures import Run, run_sections
 from archsearch.lab.kernel_layer import on_two_streams, ours, with_kept_heads
 from archsearch.lab.kernel_limits import random_maps
-from archsearch.lab.kernel_rivals import Journal, draw_core
+from archsearch.lab.kernel_rivals import RIVALS, Journal, draw_core
 from archsearch.lab.kernel_timing import (
     OutOfTime,
     counted_compilations,
@@ -222,3 +222,94 @@ def test_variants_of_the_layer_agree() -> None:
         errors = relative_errors(run_with_gradients(layer, arguments), expected)
         assert max(errors.values()) < 1e-4
     assert on_two_streams is not ours
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections over tiny inputs in Triton's interpreter, whose bf16 is wrong; a call takes 2 ms."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+
+    def median_ms(call: Any) -> float:
+        call()
+        return 2.0
+
+    for module in (kernel_core, kernel_layer, kernel_limits):
+        for name, value in (("SHAPES", ((1, 3), (2, 2))), ("median_ms", median_ms)):
+            monkeypatch.setattr(module, name, value, raising=False)
+        for name in ("plan_of", "draw_layer", "draw_core"):
+            monkeypatch.setattr(module, name, CPU_INPUTS[name], raising=False)
+        monkeypatch.setattr(module, "stages_ms", lambda call: {"kernel": 1.0}, raising=False)
+        monkeypatch.setattr(module, "CHECKED", (1, 4), raising=False)
+        monkeypatch.setattr(module, "peak_bytes", lambda call: 2**20, raising=False)
+    monkeypatch.setattr(kernel_core, "BOUNDS", {torch.float32: 1e-3})
+    for module in (kernel_layer, kernel_limits):
+        monkeypatch.setattr(module, "VARIANTS", {"ours": ours})
+    # Few linear heads: the interpreter takes a tenth of a second for each.
+    monkeypatch.setattr(kernel_core, "HEADS", 2)
+    for ratio, full in (("7:1", 15), ("3:1", 14)):
+        monkeypatch.setitem(FULL, ratio, tuple(range(full)))
+    monkeypatch.setattr(kernel_limits, "LONG_TOKENS", 5)
+    monkeypatch.setattr(kernel_limits, "MAP_TOKENS", 3)
+    monkeypatch.setattr(kernel_limits, "NUM_MAPS", 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+CPU_INPUTS = {
+    "plan_of": partial(plan_of, device="cpu"),
+    "draw_layer": partial(draw_layer, dim=16, dtype=torch.float32),
+    "draw_core": lambda *shape, dtype=torch.float32: draw_core(
+        *shape, dim=16, dtype=dtype, device="cpu"
+    ),
+}
+
+
+@pytest.fixture
+def rivals_on_cpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels stand in for fla-core's."""
+    monkeypatch.setitem(RIVALS, "fla", RIVALS["ours"])
+    for module in (kernel_core, kernel_layer):
+        monkeypatch.setattr(module, "forget_tuning", lambda: 0)
+
+    def delta_rule(*inputs: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(inputs[0].shape[2], dtype=torch.int32)
+        return gdn_reference.gdn_forward(*inputs, index, index)[0]
+
+    monkeypatch.setattr(composition, "by_fla", delta_rule)
+    monkeypatch.setattr(kernel_figures, "find_spec", lambda name: name == "fla")
+    monkeypatch.setattr(Run, "start_fla", lambda run: setattr(run, "warm_until", 1.0))
+    goals = {**kernel_core.GOALS, ("forward", 2): 2.5, ("backward", 2): 2.0}
+    monkeypatch.setattr(kernel_core, "GOALS", goals)
+    layers = {**kernel_layer.GOALS, ("7:1", 2): 2.0, ("3:1", 2): 1.9}
+    monkeypatch.setattr(kernel_layer, "GOALS", layers)
+
+
+@pytest.mark.usefixtures("rivals_on_cpu")
+def test_rivals_from_end_to_end(run: Run) -> None:
+    for what in ("forward", "backward"):
+        run.figures.add(f"GDN {what}, ours", 1.0, "ms", batch=2, tokens=2, half_life_tokens=9.0)
+    run.figures.add("layer 3:1 forward and backward, ours", 0.5, "ms", batch=1, tokens=3)
+    assert run_sections(run, ["fla"], 200) == []
+    found = {row["metric"]: row for row in rows(run)}
+    ratio = found["GDN backward, fla-core over GDN backward, ours"]
+    assert (ratio["value"], ratio["half_life_tokens"], ratio["batch"]) == (2.0, 9.0, 2)
+    assert ratio["compared_to"] == "at least 2.0 times"
+    what = "layer 3:1 forward and backward"
+    assert found[f"{what}, composition over {what}, ours"]["value"] == 4.0
+    memory = found["layer 7:1, ours: peak memory of forward and backward"]
+    assert memory["share_of_composition"] == 1.0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_our_sections_from_end_to_end(run: Run) -> None:
+    names = ["accuracy", "core", "layer", "head_maps", "long", "memory"]
+    assert run_sections(run, names, 200) == []
+    found = {row["metric"]: row for row in rows(run)}
+    assert found["GDN backward, ours"]["stages_ms"] == {"kernel": 1.0}
+    assert found["GDN backward, ours"]["half_life_tokens"] == 65536.0
+    assert found["layer 3:1 forward and backward, ours"]["value"] == 2.0
+    assert found["tensors that are not finite, output and gradients"]["value"] == 0
+    assert found["Triton kernels compiled over 2 head maps after the first"]["value"] == 0
+    assert found["layer 7:1, ours: peak memory of forward and backward"]["value"] == 1.0
+    slower = "all heads full attention forward and backward, cuDNN with torch ops"
+    assert found[f"{slower} over layer 7:1 forward and backward, ours"]["value"] == 1.0
