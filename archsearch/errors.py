@@ -8,13 +8,13 @@ class ArchsearchError(Exception):
 
 
 class ConfigError(ArchsearchError):
-    """The config (file, field, value) is wrong; the message names all three and what is allowed."""
+    """The config (file, field, value) is wrong, or names a path where nothing lies; the message says what is allowed."""
 
     exit_status = 2
 
 
 class EnvironmentFault(ArchsearchError):
-    """The machine cannot do what the config asks: a missing model, package, GPU, disk or memory."""
+    """The machine cannot do what the config asks: a missing or damaged model, package, GPU, disk or memory."""
 
     exit_status = 3
 

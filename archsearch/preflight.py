@@ -34,7 +34,7 @@ from .search.space import check_constraints
 def check_config(config: RunConfig, info: TeacherInfo) -> None:
     """Checks the config against the teacher and the files that it names.
 
-    Raises ConfigError with the field and what is allowed, EnvironmentFault for a file that is missing or damaged and
+    Raises ConfigError with the field and what is allowed, EnvironmentFault for a file that is damaged and
     for a backend that this machine can't run.
     """
     lengths = {"data.sequence_length": config.data.sequence_length}

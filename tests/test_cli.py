@@ -45,18 +45,20 @@ def test_unknown_override_is_status_2(run_config: Path) -> None:
     assert call("validate", run_config, "--set", "search.nothing=1")[0] == 2
 
 
-def test_missing_teacher_is_status_3(run_config: Path) -> None:
-    status, output = call("validate", run_config, "--set", "teacher.source=./nowhere")
-    assert status == 3
-    assert "nowhere" in output
-
-
-def test_missing_files_are_named_with_their_field(run_config: Path) -> None:
-    for field in ("supernet.source", "data.heldout.path"):
+def test_a_path_where_nothing_lies_is_status_2_and_names_its_field(run_config: Path) -> None:
+    fields = ("teacher.source", "supernet.source", "scoring.pairs_file", "data.heldout.path")
+    for field in fields:
         overrides = ["--set", "data.heldout.source=file", "--set", "data.heldout.path=/"]
         status, output = call("validate", run_config, *overrides, "--set", f"{field}=/nowhere")
-        assert status == 3
-        assert output == f"archsearch: {field}: /nowhere: no such file or folder\n"
+        assert status == 2
+        assert output.endswith(f": {field}: /nowhere: no such file or folder\n")
+
+
+def test_a_package_that_is_not_installed_is_status_3(run_config: Path) -> None:
+    source = "teacher.source=package:no_such_thing/model.gguf"
+    status, output = call("validate", run_config, "--set", source)
+    assert status == 3
+    assert "no_such_thing is not installed" in output
 
 
 def test_gpus_that_are_not_there_are_status_3(run_config: Path) -> None:

@@ -98,7 +98,7 @@ def test_one_array_for_both_uses_needs_the_rows_of_both(run_config: Path, tmp_pa
 def test_text_is_opened_too(run_config: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     overrides = ("data.heldout.source=file", f"data.heldout.path={path}")
-    with pytest.raises(EnvironmentFault, match=r"data\.heldout\.path: .*no such file"):
+    with pytest.raises(ConfigError, match=r"data\.heldout\.path: .*no such file"):
         examine(run_config, *overrides)
     for content, message in (("", "holds no text"), ('{"body": "x"}\n', "text")):
         path.write_text(content)
@@ -243,7 +243,7 @@ def test_own_pairs_that_do_not_serve_are_named(
     run_config: Path, tmp_path: Path, lines: list[str], message: str
 ) -> None:
     path = tmp_path / "pairs.jsonl"
-    with pytest.raises(EnvironmentFault, match=r"^scoring\.pairs_file: .*no such file"):
+    with pytest.raises(ConfigError, match=r"^scoring\.pairs_file: .*no such file"):
         examine(run_config, f"scoring.pairs_file={path}")
     path.write_text(json.dumps(PAIR) + "\n")
     examine(run_config, f"scoring.pairs_file={path}", "scoring.min_pairs=1")

@@ -46,8 +46,8 @@ def load_tokens(
     A corpus is read in its order and only as far as needed: its documents, joined by the end-of-text
     token, are cut into rows without padding. skip leaves out that many rows at its beginning, so that
     two uses of one corpus need not overlap. seed and batch matter only for text drawn from the teacher.
-    Raises ConfigError where a corpus is malformed or too short, EnvironmentFault where it cannot be found
-    or needs a package that is not installed.
+    Raises ConfigError where a corpus is malformed, too short or a file that is not there, EnvironmentFault where a
+    data set cannot be found or needs a package that is not installed.
     """
     if text.source == "teacher":
         if teacher is None:

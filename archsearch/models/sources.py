@@ -56,14 +56,15 @@ class Source:
 def resolve_path(source: str) -> Path:
     """The file or folder that a config names, `package:NAME/PATH` included (NAME is not imported).
 
-    Raises ConfigError where a package source is malformed, EnvironmentFault where nothing lies there.
+    Raises ConfigError where nothing lies there or a package source is malformed, EnvironmentFault where the package
+    is not installed.
     """
     path = (
         _package_path(source) if source.startswith(PACKAGE) else Path(source).expanduser().resolve()
     )
     if not path.exists():
         place = "" if str(path) == source else f" ({path})"
-        raise EnvironmentFault(f"{source}: no such file or folder{place}")
+        raise ConfigError(f"{source}: no such file or folder{place}")
     return path
 
 
@@ -85,8 +86,8 @@ def _package_path(source: str) -> Path:
 def locate(config: TeacherConfig) -> Source:
     """Finds a teacher's files without reading them.
 
-    Raises EnvironmentFault where a local source does not exist, ConfigError where it is neither a path nor
-    a hub id.
+    Raises ConfigError where a local source does not exist or is neither a path nor a hub id, EnvironmentFault where
+    its package is not installed.
     """
     text, trust = config.source, config.trust_remote_code
     looks_local = text.startswith((PACKAGE, "/", ".", "~")) or text.endswith(".gguf")

@@ -13,7 +13,7 @@ import torch
 from archsearch.config import TextConfig
 from archsearch.data.corpora import load_tokens, training_batches
 from archsearch.data.sampling import Tokens, draw_tokens
-from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.errors import ConfigError
 from tests.random_models import random_teacher
 
 from .tokenizers_for_tests import word_tokenizer
@@ -104,7 +104,7 @@ def test_load_tokens_refuses_what_is_no_array(tmp_path: Path) -> None:
 
 
 def test_load_tokens_names_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match=r"none\.txt"):
+    with pytest.raises(ConfigError, match=r"none\.txt"):
         _load(tmp_path / "none.txt", 1, 4)
     with pytest.raises(ConfigError, match="a folder"):
         _load(tmp_path, 1, 4)

@@ -30,15 +30,17 @@ def test_resolve_path_in_a_package(package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "fault", "message"),
     [
-        ("package:no_such_thing/model.gguf", "no_such_thing is not installed .*no-such-thing"),
-        ("package:archsearch/none.gguf", "no such file"),
-        ("./nowhere", "no such file"),
+        ("package:no_such_thing/a.gguf", EnvironmentFault, "no_such_thing is not .*no-such-thing"),
+        ("package:archsearch/none.gguf", ConfigError, "no such file"),
+        ("./nowhere", ConfigError, "no such file"),
     ],
 )
-def test_resolve_path_of_what_is_not_there(source: str, message: str) -> None:
-    with pytest.raises(EnvironmentFault, match=message):
+def test_resolve_path_of_what_is_not_there(
+    source: str, fault: type[Exception], message: str
+) -> None:
+    with pytest.raises(fault, match=message):
         resolve_path(source)
 
 
@@ -75,7 +77,7 @@ def test_locate_refuses(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(ConfigError, match=r"allowed: a folder or a .gguf file"):
         locate(TeacherConfig(source=str(file)))
-    with pytest.raises(EnvironmentFault, match="no such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         locate(TeacherConfig(source="missing.gguf"))
 
 
