@@ -37,9 +37,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def attribution(inputs: ScoreInputs) -> HeadScores:
-    """Mean estimated effect a capability, min-max over heads, mean over capabilities; no weight for consistency.
+    """Mean estimated effect a capability over the range among heads, mean over capabilities: 0 is no effect.
 
-    To first order effects add up: a KV group's effect is the sum of its heads', signs included. Capabilities keep
+    Consistency is told but does not weigh, and the smallest effect, which may be negative, is not made 0. To first order effects add up: a KV group's effect is the sum of its heads', signs included. Capabilities keep
     the estimates as recv. inputs' pairs are usable ones: only one whose prompts change nothing at all is left out.
     Raises ValueError where no pair is left.
     """
@@ -67,8 +67,9 @@ def attribution(inputs: ScoreInputs) -> HeadScores:
             heads[name][probe] = Evidence(effects_PLH)
             groups[name][probe] = Evidence(by_group.sum(-1))
     heads, groups = ({n: p for n, p in each.items() if p} for each in (heads, groups))
-    # With this threshold every sub-probe counts: the estimates are taken as they are.
-    return head_scores("attribution", heads, groups, -math.inf, inputs.counts())
+    return head_scores(
+        "attribution", heads, groups, inputs.config.threshold, inputs.counts(), signed=True
+    )
 
 
 def attribution_effects(

@@ -35,8 +35,8 @@ class Summary:
     spread: Tensor
 
 
-def summarise(probes: Sequence[Evidence], threshold: float) -> Summary:
-    """s_c = max(recv, send) * k_c of one capability.
+def summarise(probes: Sequence[Evidence], threshold: float, *, weighted: bool = True) -> Summary:
+    """s_c = max(recv, send) * k_c of one capability; without the factor k_c where it is not weighted.
 
     recv and send are means over the sub-probes' means, k_c is the share of sub-probes in which the larger of the
     two exceeds threshold. Raises ValueError without sub-probes, or for one without pairs.
@@ -55,29 +55,32 @@ def summarise(probes: Sequence[Evidence], threshold: float) -> Summary:
     if send_LX is not None and send_spread_LX is not None:
         best_LX = torch.maximum(recv_LX, send_LX)
         spread_LX = torch.where(send_LX > recv_LX, send_spread_LX, recv_spread_LX)
+    weight_LX = consistency_LX if weighted else torch.ones_like(consistency_LX)
     return Summary(
         recv_LX,
         send_LX,
         recv_spread_LX,
         send_spread_LX,
         consistency_LX,
-        best_LX * consistency_LX,
-        spread_LX * consistency_LX,
+        best_LX * weight_LX,
+        spread_LX * weight_LX,
     )
 
 
-def composite(summaries: Sequence[Summary]) -> tuple[Tensor, Tensor]:
+def composite(summaries: Sequence[Summary], *, from_zero: bool = False) -> tuple[Tensor, Tensor]:
     """Score and its standard error, [L, X]: min-max per capability, then the mean over capabilities.
 
-    Raises ValueError where there is no capability.
+    from_zero divides by the range alone, so that no effect stays 0 and harm stays negative; the order of heads is
+    the same. Raises ValueError where there is no capability.
     """
     if not summaries:
         raise ValueError("scores: no capability to score heads by")
     parts, errors = [], []
     for summary in summaries:
         low, width = summary.score.min(), summary.score.max() - summary.score.min()
+        start = torch.zeros_like(low) if from_zero else low
         scale = 1 / float(width) if width > 0 else 0.0
-        parts.append((summary.score - low) * scale)
+        parts.append((summary.score - start) * scale)
         errors.append(summary.spread * scale)
     return torch.stack(parts).mean(0), torch.stack(errors).square().sum(0).sqrt() / len(errors)
 
@@ -88,16 +91,22 @@ def head_scores(
     groups: Mapping[str, Mapping[str, Evidence]],
     threshold: float,
     counts: Mapping[str, dict[str, dict[str, int]]],
+    *,
+    signed: bool = False,
 ) -> HeadScores:
-    """HeadScores of effects by capability and sub-probe, of heads and of whole KV groups; counts: pairs kept, drawn."""
-    summaries = {
-        name: summarise(list(probes.values()), threshold) for name, probes in heads.items()
-    }
-    whole = [summarise(list(probes.values()), threshold) for probes in groups.values()]
-    score_LH, spread_LH = composite(list(summaries.values()))
+    """HeadScores of effects by capability and sub-probe, of heads and of whole KV groups; counts: pairs kept, drawn.
+
+    signed scores are the effects as they are: consistency does not weigh them, and 0 stays 0.
+    """
+    summaries, whole = (
+        {n: summarise(list(p.values()), threshold, weighted=not signed) for n, p in each.items()}
+        for each in (heads, groups)
+    )
+    score_LH, spread_LH = composite(list(summaries.values()), from_zero=signed)
+    score_LG, _ = composite(list(whole.values()), from_zero=signed)
     capabilities = {name: _capability(s, counts.get(name, {})) for name, s in summaries.items()}
     return HeadScores(
-        method, rows_of(score_LH), rows_of(spread_LH), rows_of(composite(whole)[0]), capabilities
+        method, rows_of(score_LH), rows_of(spread_LH), rows_of(score_LG), capabilities
     )
 
 

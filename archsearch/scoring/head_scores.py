@@ -30,7 +30,7 @@ class Capability:
     """The evidence on one capability, [layers][heads] each.
 
     recv: mean receiver effect. send: mean sender effect, None where not measured. consistency: share of sub-probes
-    with an effect above the threshold. score: what the capability adds to the composite, before min-max. spreads: the
+    with an effect above the threshold. score: what the capability adds to the composite, before it is scaled. spreads: the
     standard error of a mean over pairs. probes: pairs kept and drawn of each sub-probe.
     """
 
@@ -124,7 +124,8 @@ def groups_of(scores_LH: Tensor, num_kv_heads: int) -> Tensor:
 
 def rows_of(values: Tensor) -> Rows:
     """[L, H] or [L, G] as nested lists, rounded to 9 significant digits so that files stay small."""
-    return [[float(f"{value:.9g}") for value in row] for row in values.tolist()]
+    # Adding 0.0 takes the sign off a zero.
+    return [[float(f"{value:.9g}") + 0.0 for value in row] for row in values.tolist()]
 
 
 def _check_rows(name: str, rows: Any, num_layers: int, num_heads: int) -> None:

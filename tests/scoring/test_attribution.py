@@ -150,11 +150,10 @@ def usable_probes(teacher: Teacher, count: int, seed: int) -> list[Probe]:
 
 
 def scaled(values: list[float]) -> list[float]:
-    low, high = min(values), max(values)
-    return [(value - low) / (high - low) for value in values]
+    return [value / (max(values) - min(values)) for value in values]
 
 
-def test_scores_are_means_over_capabilities_after_min_max() -> None:
+def test_scores_are_means_over_capabilities_of_effects_over_their_range() -> None:
     teacher = random_teacher()
     pairs = {
         "retrieval": {
@@ -189,6 +188,18 @@ def test_scores_are_means_over_capabilities_after_min_max() -> None:
         assert scores.groups[index // 2][index % 2] == pytest.approx(expected, abs=1e-6)
     assert scores.method == "attribution"
     assert scores.capabilities["general"].probes == {"labels": {"kept": 2, "drawn": 4}}
+
+
+def test_consistency_is_the_share_of_sub_probes_above_the_threshold() -> None:
+    teacher = random_teacher()
+    probes = {name: usable_probes(teacher, 2, seed) for seed, name in enumerate(("a", "b"))}
+    capability = attribution(inputs_of(teacher, {"user": probes})).capabilities["user"]
+    means = [attribution_effects(teacher, pairs, decay=DECAY).mean(0) for pairs in probes.values()]
+    above = torch.stack([mean_LH > 0.01 for mean_LH in means]).double().mean(0)
+    assert capability.consistency == above.tolist()
+    assert 0 < above.mean() < 1
+    # It does not weigh: the score is the mean effect.
+    assert capability.score == capability.recv
 
 
 def test_negative_effects_count_in_a_group() -> None:

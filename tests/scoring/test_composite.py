@@ -62,6 +62,24 @@ def test_a_capability_that_tells_no_head_apart_adds_nothing() -> None:
     assert composite([flat])[0].tolist() == [[0.0, 0.0]]
 
 
+def test_signed_scores_keep_their_zero_and_their_order() -> None:
+    heads = {"user": {"pairs": evidence([[[0.4, 0.0, -0.1, 0.005]]])}}
+    groups = {"user": {"pairs": evidence([[[0.4, -0.1]]])}}
+    found = head_scores("attribution", heads, groups, 0.01, {}, signed=True)
+    assert found.composite[0] == pytest.approx([0.8, 0.0, -0.2, 0.01])
+    assert found.groups[0] == pytest.approx([0.8, -0.2])
+    assert found.capabilities["user"].consistency == [[1.0, 0.0, 0.0, 0.0]]
+    plain, _ = composite([summarise([heads["user"]["pairs"]], -1.0)])
+    shift = torch.tensor(found.composite) - plain
+    assert shift.flatten().tolist() == pytest.approx([-0.2] * 4)
+
+
+def test_files_hold_no_negative_zero() -> None:
+    heads = {"user": {"pairs": evidence([[[0.4, -0.1]]])}}
+    found = head_scores("causal", heads, heads, 0.01, {})
+    assert "-0.0" not in str(found.capabilities["user"].score)
+
+
 def test_spread_is_the_standard_error_in_units_of_the_composite() -> None:
     found = summarise([evidence([[[1.0, 0.0]], [[3.0, 0.0]]])], 0.01)
     # Standard error 1 of a mean of 2 that min-max makes 1.
