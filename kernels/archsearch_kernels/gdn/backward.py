@@ -14,12 +14,20 @@ from torch import Tensor
 
 from archsearch_kernels.gdn import backward_kernels as kernels
 from archsearch_kernels.gdn import gradient_kernels
-from archsearch_kernels.gdn.kernel import COLUMNS, LINK_COLUMNS, PRECISION, Call, Links
+from archsearch_kernels.gdn.kernel import (
+    COLUMNS,
+    LINK_COLUMNS,
+    PRECISION,
+    SUMMARY_COLUMNS,
+    Call,
+    Links,
+)
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
 
 LAUNCH: dict[str, dict[str, int]] = {
-    "replay": {"num_warps": 4, "num_stages": 2},
-    "retreat": {"num_warps": 4, "num_stages": 2},
+    "replay": {"num_stages": 2},
+    "retreat": {"num_stages": 3},
+    "retreat_alone": {"num_stages": 2},
     "link_back": {"num_warps": 4, "num_stages": 2},
     "gradients": {"num_warps": 4, "num_stages": 2},
     "gather": {"num_warps": 4, "num_stages": 1},
@@ -135,7 +143,7 @@ def _replay(call: Call, links: Links | None, states: _States) -> None:
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
         V=COLUMNS[call.dim],
-        **_options(call, "replay"),
+        **call.options(LAUNCH["replay"], COLUMNS[call.dim]),
     )
 
 
@@ -149,7 +157,9 @@ def _retreat(
 ) -> None:
     """Without states: the first pass, over each segment by itself."""
     plan = call.plan
-    kernels.retreat[(plan.num_segments * call.heads * call.blocks,)](
+    columns = (SUMMARY_COLUMNS if states is None else COLUMNS)[call.dim]
+    launch = LAUNCH["retreat_alone" if states is None else "retreat"]
+    kernels.retreat[(plan.num_segments * call.heads * (call.dim // columns),)](
         call.q_BTHD,
         call.k_BTGD,
         do,
@@ -172,8 +182,8 @@ def _retreat(
         *do.stride()[:3],
         MOST_CHUNKS=MOST_CHUNKS,
         SUMMARIZE=states is None,
-        V=COLUMNS[call.dim],
-        **_options(call, "retreat"),
+        V=columns,
+        **call.options(launch, columns),
     )
 
 

@@ -85,7 +85,12 @@ def replay(
             state = tl.trans(read_state(initial, first, column, D, V))
     if position > 0:
         state = tl.trans(read_state(ends, (row - 1) * heads + head, column, D, V))
-    for number in tl.range(0, tl.cdiv(length, C)):
+    count = tl.cdiv(length, C)
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(v.dtype.element_ty)
+    totals = total_in + head * num_chunks + first_chunk
+    total = tl.load(totals, mask=count > 0, other=0.0)
+    for number in tl.range(0, count):
+        next_total = tl.load(totals + number + 1, mask=number + 1 < count, other=0.0)
         rows = (i < length - number * C)[:, None]
         place = (first_chunk + number) * heads + head
         at = token.to(tl.int64) + number * C
@@ -94,18 +99,19 @@ def replay(
         x = tl.load(x_in + place * (C * C) + i[:, None] * C + i[None, :])
         read_key = tl.load(factors_in + place * (3 * C) + i)
         write_key = tl.load(factors_in + place * (3 * C) + C + i)
-        total = tl.load(total_in + head * num_chunks + first_chunk + number)
 
         state_inner = state.to(keys.dtype)
         state_at = states + place * (D * D) + column * D + e[:, None] * D + d[None, :]
         tl.store(state_at, state_inner)
         read = tl.dot(state_inner, tl.trans(keys), input_precision=PRECISION)
-        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
+        read *= -read_key[None, :]
+        rest = tl.dot(tl.trans(values), identity, acc=read, input_precision=PRECISION)
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
         u_at = written_out + place * (C * D) + column + i[:, None] * D + e[None, :]
         tl.store(u_at, tl.trans(written.to(keys.dtype)))
+        total = next_total
 
 
 @triton.jit(do_not_specialize=RUN_TIME_COUNTS, do_not_specialize_on_alignment=UNALIGNED)
@@ -185,8 +191,11 @@ def retreat(
     if not SUMMARIZE:  # noqa: SIM102
         if is_last == 0:
             d_state = tl.trans(read_state(d_starts, (row + 1) * heads + head, column, D, V))
+    totals_at = total_in + head * num_chunks + first_chunk
+    total = tl.load(totals_at + stop - 1, mask=stop > 0, other=0.0)
     for step in tl.range(0, stop):
         number = stop - 1 - step
+        next_total = tl.load(totals_at + number - 1, mask=number > 0, other=0.0)
         rows = (i < length - number * C)[:, None]
         place = (first_chunk + number) * heads + head
         at = token.to(tl.int64) + number * C
@@ -198,7 +207,6 @@ def retreat(
         read_key = tl.load(factors_in + place * (3 * C) + i)
         write_key = tl.load(factors_in + place * (3 * C) + C + i)
         read_query = tl.load(factors_in + place * (3 * C) + 2 * C + i)
-        total = tl.load(total_in + head * num_chunks + first_chunk + number)
 
         d_inner = d_state.to(keys.dtype)
         if not SUMMARIZE:
@@ -217,6 +225,7 @@ def retreat(
         d_state = tl.dot(rest, keys, acc=d_state, input_precision=PRECISION)
         asked = (dout.to(tl.float32) * read_query[None, :]).to(keys.dtype)
         d_state = tl.dot(asked, queries, acc=d_state, input_precision=PRECISION)
+        total = next_total
     if SUMMARIZE:
         write_state(d_starts, tl.trans(d_state), row * heads + head, column, D, V)
     elif d_initial is not None:  # noqa: SIM102

@@ -255,7 +255,11 @@ def summarize(
     if initial is not None:  # noqa: SIM102 - decided when compiled
         if (position == 0) & (first == 0):
             state = tl.trans(read_state(initial, tl.load(segment) * heads + head, column, D, V))
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(v.dtype.element_ty)
+    totals_at = total_in + head * num_chunks + first_chunk
+    total = tl.load(totals_at + first, mask=first < count, other=0.0)
     for number in tl.range(first, count):
+        next_total = tl.load(totals_at + number + 1, mask=number + 1 < count, other=0.0)
         valid = i < tl.where(is_map, 0, length - number * C)
         place = (first_chunk + number) * heads + head
         at = token.to(tl.int64) + number * C
@@ -267,12 +271,13 @@ def summarize(
         x = tl.load(x_in + place * (C * C) + i[:, None] * C + i[None, :])
         read_key = tl.load(factors_in + place * (3 * C) + i)
         write_key = tl.load(factors_in + place * (3 * C) + C + i)
-        total = tl.load(total_in + head * num_chunks + first_chunk + number)
         read = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
-        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
+        read *= -read_key[None, :]
+        rest = tl.dot(tl.trans(values), identity, acc=read, input_precision=PRECISION)
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
+        total = next_total
     place = row * heads + head
     if is_map:
         write_state(maps, tl.trans(state), place, column, D, V)
@@ -381,7 +386,12 @@ def attend(
             state = tl.trans(read_state(initial, sequence * heads + head, column, D, V))
     if position > 0:
         state = tl.trans(read_state(ends, (row - 1) * heads + head, column, D, V))
-    for number in tl.range(0, tl.cdiv(length, C)):
+    count = tl.cdiv(length, C)
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(v.dtype.element_ty)
+    totals = total_in + head * num_chunks + first_chunk
+    total = tl.load(totals, mask=count > 0, other=0.0)
+    for number in tl.range(0, count):
+        next_total = tl.load(totals + number + 1, mask=number + 1 < count, other=0.0)
         rows = (i < length - number * C)[:, None]
         place = (first_chunk + number) * heads + head
         at = token.to(tl.int64) + number * C
@@ -393,11 +403,11 @@ def attend(
         read_key = tl.load(factors_in + place * (3 * C) + i)
         write_key = tl.load(factors_in + place * (3 * C) + C + i)
         read_query = tl.load(factors_in + place * (3 * C) + 2 * C + i)
-        total = tl.load(total_in + head * num_chunks + first_chunk + number)
 
         state_inner = state.to(keys.dtype)
         read = tl.dot(state_inner, tl.trans(keys), input_precision=PRECISION)
-        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
+        read *= -read_key[None, :]
+        rest = tl.dot(tl.trans(values), identity, acc=read, input_precision=PRECISION)
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
@@ -407,6 +417,7 @@ def attend(
         out = tl.dot(written.to(local.dtype), local, acc=out, input_precision=PRECISION)
         out_at = o + at * o_st + i[:, None] * o_st + e[None, :]
         tl.store(out_at, tl.trans(out.to(o.dtype.element_ty)), mask=rows)
+        total = next_total
     if final is not None:  # noqa: SIM102 - decided when compiled
         if tl.load(segment + 6) != 0:
             write_state(final, tl.trans(state), sequence * heads + head, column, D, V)

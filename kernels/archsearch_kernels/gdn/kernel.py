@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, H query heads, G heads of k and v, n selected heads, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,24 +17,25 @@ from torch import Tensor
 from archsearch_kernels.gdn import forward_kernels as kernels
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Schedule, schedule_of
 
-COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
+COLUMNS = {16: 16, 32: 32, 64: 64, 128: 128, 256: 32}
 """Columns of the state in one program, by head_dim: a tile of the state takes at most 64 registers a thread."""
-
+SUMMARY_COLUMNS = COLUMNS | {128: 64}
+"""The same for a pass over segments that has two programs for each of the other passes' columns: more of them fill the device."""
 LINK_COLUMNS = 16
 """Fewer columns a program for `link`, which has few programs and waits for each product."""
 
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = {16: 2, 32: 2, 64: 2, 128: 1, 256: 2}
 """Programs of the state pass that a multiprocessor runs at once, by their registers and shared memory."""
 
 LAUNCH: dict[str, dict[str, int]] = {
-    "transform": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    "summarize": {"num_warps": 4, "num_stages": 2},
-    "link": {"num_warps": 4, "num_stages": 2},
-    "attend": {"num_warps": 4, "num_stages": 2},
+    "transform": {"num_stages": 1, "maxnreg": 128},
+    "summarize": {"num_stages": 2},
+    "link": {"num_stages": 2},
+    "attend": {"num_stages": 2},
 }
 """How bf16 kernels are compiled. maxnreg: four programs a multiprocessor are worth a few spilled registers."""
-LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
-"""Two fp32 tiles in flight do not fit."""
+SHARED_BYTES_OF_STAGES = 150 * 1024
+"""Shared memory a program, from which on two tiles in flight fit; fp32 tiles never do."""
 
 INNER = {torch.bfloat16: tl.float16, torch.float32: tl.float32}
 PRECISION = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
@@ -71,11 +73,16 @@ class Call:
         """Programs that share the state of one head."""
         return self.dim // COLUMNS[self.dim]
 
-    def options(self, kernel: str) -> dict[str, Any]:
+    def options(self, launch: Mapping[str, int], columns: int) -> dict[str, Any]:
         """What is fixed when a kernel is compiled; no head count is among it."""
         dtype = self.q_BTHD.dtype
-        launch = LAUNCH[kernel] if dtype == torch.bfloat16 else LAUNCH_FP32
-        return {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
+        options: dict[str, Any] = {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype]}
+        options |= {"num_warps": 8 if columns > 64 else 4, **launch}
+        if dtype != torch.bfloat16 or shared_bytes(self.q_BTHD.device) < SHARED_BYTES_OF_STAGES:
+            options |= {"num_stages": 1}
+        if dtype != torch.bfloat16:
+            options.pop("maxnreg", None)
+        return options
 
 
 class Links(NamedTuple):
@@ -161,7 +168,7 @@ def run_forward(
     batch, tokens, _, dim = q_BTHD.shape
     heads, device = q_index_n.numel(), q_BTHD.device
     o_BTnD = q_BTHD.new_empty(batch, tokens, heads, dim)
-    programs = PROGRAMS_PER_PROCESSOR * _num_processors(device) * COLUMNS[dim] // dim
+    programs = PROGRAMS_PER_PROCESSOR[dim] * _num_processors(device) * COLUMNS[dim] // dim
     plan = schedule_of(
         batch, tokens, cu_seqlens, programs // max(heads, 1), chunks_per_segment, device
     )
@@ -224,7 +231,7 @@ def _transform(
         call.dim**-0.5,
         LEVELS=CHUNK.bit_length() - 1,
         INNER=INNER[call.q_BTHD.dtype],
-        **call.options("transform"),
+        **call.options(LAUNCH["transform"], CHUNK),
     )
 
 
@@ -234,7 +241,8 @@ def _link_segments(call: Call) -> Links:
     ends = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
     maps = torch.empty_like(ends)
     reach = torch.empty(plan.num_segments, call.heads, device=device)
-    kernels.summarize[(plan.num_segments * call.heads * 2 * call.blocks,)](
+    columns = SUMMARY_COLUMNS[call.dim]
+    kernels.summarize[(plan.num_segments * call.heads * 2 * (call.dim // columns),)](
         call.k_BTGD,
         call.v_BTGD,
         call.kv_index_n,
@@ -250,9 +258,9 @@ def _link_segments(call: Call) -> Links:
         plan.num_chunks,
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
-        V=COLUMNS[call.dim],
+        V=columns,
         MOST_CHUNKS=MOST_CHUNKS,
-        **call.options("summarize"),
+        **call.options(LAUNCH["summarize"], columns),
     )
     columns = min(call.dim, LINK_COLUMNS)
     kernels.link[(plan.num_sequences * call.heads * (call.dim // columns),)](
@@ -265,6 +273,7 @@ def _link_segments(call: Call) -> Links:
         V=columns,
         K=min(call.dim, 32),
         PRECISION="tf32x3",
+        num_warps=4,
         **LAUNCH["link"],
     )
     return Links(ends, maps, reach)
@@ -304,7 +313,7 @@ def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | Non
         *call.v_BTGD.stride()[:3],
         o_BTnD.stride(0),
         V=COLUMNS[call.dim],
-        **call.options("attend"),
+        **call.options(LAUNCH["attend"], COLUMNS[call.dim]),
     )
 
 
@@ -356,6 +365,15 @@ def _check_state(state: Tensor | None, shape: tuple[int, ...], device: torch.dev
         )
     if state.device != device:
         raise ValueError(f"initial_state is on {state.device}, q on {device}")
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":  # Triton's interpreter
+        return SHARED_BYTES_OF_STAGES
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
 
 
 @cache
