@@ -77,7 +77,9 @@ class Call:
         """What is fixed when a kernel is compiled; no head count is among it."""
         dtype = self.q_BTHD.dtype
         options: dict[str, Any] = {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype]}
-        options |= {"num_warps": 8 if columns > 64 else 4, **launch}
+        options |= {"num_warps": 8, **launch} if columns > 64 else {"num_warps": 4, **launch}
+        if columns <= 64 and "num_stages" in launch:
+            options["num_stages"] = min(launch["num_stages"], 2)  # two programs a multiprocessor
         if dtype != torch.bfloat16 or shared_bytes(self.q_BTHD.device) < SHARED_BYTES_OF_STAGES:
             options |= {"num_stages": 1}
         if dtype != torch.bfloat16:
