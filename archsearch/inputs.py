@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from dataclasses import asdict
@@ -81,6 +82,22 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
             with naming(f"data.{name}.path"):
                 _check_text(text, tokenizer, info.vocab_size, sequences, length, skipped)
     check_probes(config, tokenizer, info.max_context, rows.prompts)
+
+
+def scored_inputs(config: RunConfig) -> dict[str, str]:
+    """SHA-256 of the files that scores are made from and that a run keeps no copy of, by the config's field.
+
+    Raises ConfigError where one cannot be read.
+    """
+    field, source = "scoring.pairs_file", config.scoring.pairs_file
+    if source is None:
+        return {}
+    with naming(field):
+        path = resolve_path(source)
+        try:
+            return {field: hashlib.sha256(path.read_bytes()).hexdigest()}
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _locate(config: TeacherConfig) -> Source:

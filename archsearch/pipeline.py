@@ -9,6 +9,7 @@ from typing import Any
 from .config import RunConfig, ScoreMethod
 from .console import Printer
 from .errors import RunFault
+from .inputs import scored_inputs
 from .memory import MemoryWatch
 from .models.kernels import use_kernels
 from .models.teacher import inspect_teacher
@@ -32,7 +33,7 @@ def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> P
     check_machine(config, searches=STAGES.index(last) >= STAGES.index("search"))
     info = inspect_teacher(config.teacher)
     check_config(config, info)
-    run_dir.check_frozen(config)
+    run_dir.check_frozen(config, scored_inputs(config))
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
     plan = make_plan(config, info, finished)
     check_memory(plan)
@@ -90,7 +91,7 @@ def _opened(
 ) -> Iterator[tuple[RunContext, MemoryWatch]]:
     """Locks the run directory, writes down what runs there, and names what is without effect on these scores."""
     with run_dir, MemoryWatch() as memory:
-        run_dir.freeze_config(config)
+        run_dir.freeze_config(config, scored_inputs(config))
         run_dir.record_provenance(config.seed)
         for warning in [*run_dir.warnings(), *ignored_options(config, methods)]:
             printer.line(f"warning: {warning}")

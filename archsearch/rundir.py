@@ -35,6 +35,8 @@ RESUMABLE = (
 
 SCORES = "scores"
 """Folder of the scores files, beside scores.json of the causal ones."""
+INPUTS_FILE = "inputs.json"
+"""SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"
 
 _PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
@@ -115,39 +117,76 @@ class RunDir:
         try:
             return json.loads((self / name).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise ConfigError(f"{self / name}: missing; is {self.path} a run directory?") from error
+            is_run = (self / "config.json").exists()
+            doubt = "" if is_run else f"; is {self.path} a run directory?"
+            raise ConfigError(f"{self / name}: missing{doubt}") from error
         except ValueError as error:
             raise ConfigError(f"{self / name}: damaged, not JSON: {error}") from error
 
-    def freeze_config(self, config: RunConfig) -> None:
-        """Stores the config. RESUMABLE fields may differ from those that the run was started with.
+    def freeze_config(self, config: RunConfig, inputs: Mapping[str, str] | None = None) -> None:
+        """Stores the config, and what the files that scores are made from hold: field -> SHA-256.
 
-        Raises ConfigError where others do, as check_frozen does.
+        RESUMABLE fields may differ from those that the run was started with. Raises ConfigError where others do, or
+        such a file does once heads are scored.
         """
-        self.check_frozen(config)
+        self._check_changes(config, inputs or {})
         self.write_json("config.json", config.model_dump(mode="json", by_alias=True))
+        if inputs:
+            self.write_json(INPUTS_FILE, {"schema": SCHEMA, "sha256": dict(inputs)})
 
-    def check_frozen(self, config: RunConfig) -> None:
-        """Checks a config against the one that the run was started with, if it was; writes nothing.
+    def check_frozen(self, config: RunConfig, inputs: Mapping[str, str] | None = None) -> None:
+        """Checks a config and its files against those that the run was started with, if it was; writes nothing.
 
-        Raises ConfigError that lists the differences beyond RESUMABLE and says how to go on.
+        The files may change until heads are scored. Raises ConfigError that lists the differences beyond RESUMABLE
+        and says how to go on, and for a folder that holds other things than a run.
         """
+        self._check_changes(config, inputs or {})
+        found = [] if (self / "config.json").exists() or not self.path.is_dir() else self._names()
+        if found:
+            raise ConfigError(
+                f"{self.path}: holds {found[0]} but no config.json, so that it is no run directory; allowed for "
+                "--run-dir: a new or empty folder, or that of a run"
+            )
+
+    def _names(self) -> list[str]:
+        """What is in the directory, less what a call that was killed at once may have left."""
+        names = sorted(path.name for path in self.path.iterdir())
+        return [name for name in names if name != "lock" and not name.startswith(".")]
+
+    def _check_changes(self, config: RunConfig, inputs: Mapping[str, str]) -> None:
+        if not (self / "config.json").exists():
+            return
         new = config.model_dump(mode="json", by_alias=True)
-        if (self / "config.json").exists():
-            # Read through the model, so that a field that is new since then counts with its default.
-            old = self.load_config().model_dump(mode="json", by_alias=True)
-            changes = {
-                key: pair
-                for key, pair in differences(old, new).items()
-                if not key.startswith(RESUMABLE)
-            }
-            if changes:
-                listed = "; ".join(f"{k}: {was!r} -> {now!r}" for k, (was, now) in changes.items())
-                raise ConfigError(
-                    f"{self.path}: this run was started with another config ({listed}). Take a new "
-                    f"--run-dir; --set supernet.source={self / 'supernet.safetensors'} there reuses "
-                    "the supernet if it still fits"
-                )
+        # Read through the model, so that a field that is new since then counts with its default.
+        old = self.load_config().model_dump(mode="json", by_alias=True)
+        changes = [
+            f"{key}: {was!r} -> {now!r}"
+            for key, (was, now) in differences(old, new).items()
+            if not key.startswith(RESUMABLE)
+        ]
+        if not changes and self._has_scores():
+            changes = [
+                f"{field}: the file has changed since heads were scored"
+                for field in self._changed_inputs(inputs)
+            ]
+        if changes:
+            raise ConfigError(
+                f"{self.path}: this run was started with another config ({'; '.join(changes)}). Take a new "
+                f"--run-dir; --set supernet.source={self / 'supernet.safetensors'} there reuses "
+                "the supernet if it still fits"
+            )
+
+    def _has_scores(self) -> bool:
+        """Whether heads are scored, or were once."""
+        files = [self / score_file("causal"), *(self / SCORES).glob("*.json")]
+        return self.stage("scores") is not None or any(path.exists() for path in files)
+
+    def _changed_inputs(self, inputs: Mapping[str, str]) -> list[str]:
+        """Fields whose file holds something else than when it was last written down, if it was."""
+        if not (self / INPUTS_FILE).exists():
+            return []
+        old = self.read_json(INPUTS_FILE)["sha256"]
+        return [field for field, found in inputs.items() if old.get(field, found) != found]
 
     def load_config(self) -> RunConfig:
         """The config that the run was started with. Raises ConfigError where there is none."""

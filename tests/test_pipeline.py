@@ -155,6 +155,36 @@ def test_scores_are_added_to_a_finished_run(
     assert contents(run_dir)["scores/leave_one_in.json"] == after["scores/leave_one_in.json"]
 
 
+def test_own_pairs_may_not_change_once_heads_are_scored(
+    finished: tuple[Path, Path, str], answered_pairs: Path, tmp_path: Path
+) -> None:
+    pairs, run_dir = tmp_path / "pairs.jsonl", tmp_path / "run"
+    lines = answered_pairs.read_text().splitlines(keepends=True)
+    pairs.write_text("".join(lines[:5]))
+    own = ("--set", f"scoring.pairs_file={pairs}", "--run-dir", str(run_dir))
+    command = ["score", str(finished[0]), "--method", "attribution", *own]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    pairs.write_text("".join(lines))
+    before = contents(run_dir)
+    for words in (command, ["run", str(finished[0]), *own]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2, result.output
+        assert "scoring.pairs_file: the file has changed since heads were scored" in result.output
+    assert contents(run_dir) == before
+
+
+def test_scores_are_not_written_among_other_things(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.tex").touch()
+    place = ["--run-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, ["score", str(finished[0]), "--method", "causal", *place])
+    assert result.exit_code == 2, result.output
+    assert f"{tmp_path}: holds thesis.tex but no config.json" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 CHANGING = {"provenance.json", "lock"}
 """What every call writes to."""
 
@@ -172,7 +202,7 @@ def test_scores_that_read_no_twins_train_none(
     assert "supernet" not in output
     scores = {"scores.json", "scores/retrieval_heads.json"}
     stage = {"teacher.json", "stages.json", "stages/teacher.json"}
-    assert set(contents(tmp_path)) - CHANGING == {"config.json", *scores, *stage}
+    assert set(contents(tmp_path)) - CHANGING == {"config.json", "inputs.json", *scores, *stage}
     for name in ("teacher.json", "scores.json"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
     # The run goes on with what is there: text and supernet are new to it.
@@ -230,9 +260,9 @@ def test_too_few_pairs_are_found_before_the_twins_are_trained(
     monkeypatch.setattr(stages, "align", None)  # Calling it would fail otherwise.
     settings = load_config(run_config, ["scoring.retrieval=[single]", "scoring.contexts=[96]"])
     with pytest.raises(ConfigError, match="too few pairs of retrieval"):
-        run_stages(settings, RunDir(tmp_path), Printer(Console(quiet=True)))
-    assert (tmp_path / "train.npy").exists()
-    assert not (tmp_path / "supernet.safetensors").exists()
+        run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)))
+    assert (tmp_path / "run/train.npy").exists()
+    assert not (tmp_path / "run/supernet.safetensors").exists()
 
 
 def test_pairs_are_drawn_once_for_twins_and_scores(
@@ -246,8 +276,8 @@ def test_pairs_are_drawn_once_for_twins_and_scores(
 
     monkeypatch.setattr(stages, "draw_pairs", counted)
     settings = load_config(run_config, ["supernet.tokens=128"])
-    run_stages(settings, RunDir(tmp_path), Printer(Console(quiet=True)), last="scores")
-    assert calls == [RunContext(settings, RunDir(tmp_path)).seed("scoring")]
+    run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)), last="scores")
+    assert calls == [RunContext(settings, RunDir(tmp_path / "run")).seed("scoring")]
 
 
 def test_scores_that_read_twins_get_them(finished: tuple[Path, Path, str], tmp_path: Path) -> None:

@@ -108,6 +108,49 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None
     assert run_dir.load_config() == config()
 
 
+def test_files_that_scores_were_made_from_may_change_until_heads_are_scored(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for digest in ("a", "b"):
+        run_dir.freeze_config(config(), {"scoring.pairs_file": digest})
+    run_dir.write_json("scores/attribution.json", {})
+    run_dir.freeze_config(config(), {"scoring.pairs_file": "b"})
+    with pytest.raises(ConfigError, match=r"scoring\.pairs_file: the file has changed since"):
+        run_dir.freeze_config(config(), {"scoring.pairs_file": "a"})
+    # Removing the scores does not hide what later stages were made from.
+    run_dir.mark_done("scores")
+    (tmp_path / "scores/attribution.json").unlink()
+    with pytest.raises(ConfigError, match="has changed"):
+        run_dir.check_frozen(config(), {"scoring.pairs_file": "a"})
+
+
+def test_a_run_of_before_files_were_written_down_goes_on(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.freeze_config(config())
+    run_dir.write_json("scores.json", {})
+    run_dir.freeze_config(config(), {"scoring.pairs_file": "a"})
+    with pytest.raises(ConfigError, match="has changed"):
+        run_dir.check_frozen(config(), {"scoring.pairs_file": "b"})
+
+
+def test_a_folder_of_other_things_is_no_run_directory(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for left in ("lock", ".config-x1.json"):
+        (tmp_path / left).touch()
+    run_dir.check_frozen(config())
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds notes\.txt but no config\.json, .* allowed"):
+        run_dir.check_frozen(config())
+
+
+def test_only_a_folder_without_a_config_is_doubted_to_be_a_run(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is .* a run directory"):
+        run_dir.read_json("pareto.json")
+    run_dir.freeze_config(config())
+    with pytest.raises(ConfigError, match=r"pareto\.json: missing$"):
+        run_dir.read_json("pareto.json")
+
+
 def test_what_no_finished_work_depends_on_may_change(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.freeze_config(config())
