@@ -116,8 +116,6 @@ def transform(
     rows = tl.load(k + i[:, None] * k_st + d[None, :], mask=valid[:, None], other=0.0)
     q += batch * q_sb + token.to(tl.int64) * q_st + gate * q_sh
     queries = tl.load(q + i[:, None] * q_st + d[None, :], mask=valid[:, None], other=0.0)
-    norm = inverse_norm(rows)
-    query_norm = inverse_norm(queries) * scale
     a += batch * a_sb + token.to(tl.int64) * a_st + gate
     b += batch * b_sb + token.to(tl.int64) * b_st + gate
     raw = tl.load(a + i * a_st, mask=valid, other=0.0).to(tl.float32)
@@ -130,6 +128,12 @@ def transform(
     before = tl.load(b + (i - 1) * b_st, mask=valid & (i > 0), other=float("-inf"))
     before = tl.sigmoid(before.to(tl.float32))
 
+    # Squared norms are diagonals: sums over rows of tiles would take more instructions than these products.
+    same = i[:, None] == i[None, :]
+    alike = tl.dot(queries, tl.trans(queries), input_precision=PRECISION)
+    query_norm = tl.rsqrt(tl.sum(tl.where(same, alike, 0.0), axis=1) + NORM_EPSILON) * scale
+    alike = tl.dot(rows, tl.trans(rows), input_precision=PRECISION)
+    norm = tl.rsqrt(tl.sum(tl.where(same, alike, 0.0), axis=1) + NORM_EPSILON)
     place_out = chunk.to(tl.int64) * heads + head
     c = tl.log2(norm) - g
     tl.store(g_out + place_out * C + i, g)
@@ -142,19 +146,18 @@ def transform(
 
     # Both matrices share their decays and the norms of k.
     between = tl.exp2(tl.where(i[:, None] >= i[None, :], g[:, None] + c[None, :], float("-inf")))
+    minus_a = alike * between * (-norm)[:, None]
+    minus_a_inner = tl.where(same, 0.0, minus_a).to(INNER)
     local = tl.dot(queries, tl.trans(rows), input_precision=PRECISION)
     local *= between * query_norm[:, None]
     square_at = place_out * (C * C) + i[:, None] * C + i[None, :]
     tl.store(local_out + square_at, local.to(local_out.dtype.element_ty))
-    below = i[:, None] > i[None, :]
-    minus_a = tl.dot(rows, tl.trans(rows), input_precision=PRECISION)
-    minus_a *= tl.where(below, between, 0.0) * (-norm)[:, None]
     # X for blocks of 1, 2, 4, .. tokens along the diagonal: two neighbours P and Q make [[P, 0], [-Q L P, Q]] with L what A
     # has between them. Entries of A and X are at most 1, so that fp16 is the best 16-bit type for them.
+    below = i[:, None] > i[None, :]
     apart = tl.where(below, i[:, None] ^ i[None, :], 0)
-    x = tl.where(apart == 1, minus_a * (rate * before)[:, None], 0.0)
-    x = tl.where(i[:, None] == i[None, :], rate[:, None], x)
-    minus_a_inner = minus_a.to(INNER)
+    x = tl.where(apart == 1, minus_a_inner.to(tl.float32) * (rate * before)[:, None], 0.0)
+    x = tl.where(same, rate[:, None], x)
     for level in tl.static_range(1, LEVELS):
         x_inner = x.to(INNER)
         product = tl.dot(x_inner, minus_a_inner, input_precision=PRECISION)
