@@ -18,7 +18,7 @@ from .preflight import check_config, check_machine, check_memory, ignored_option
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
 from .search.seeds import ScoreTables, read_scores, top_heads
-from .stages import STAGE_WORK, RunContext, score_heads
+from .stages import STAGE_WORK, RunContext, lost_outputs, score_heads
 
 SCHEMA = 1
 BEST_HEADS = 5
@@ -121,7 +121,7 @@ def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Pr
 
 def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
     details = run_dir.stage(name)
-    if details is None:
+    if details is None or (name == "scores" and lost_outputs(run_dir, config)):
         return False
     # A finished search goes on where it is asked for more trials, or for more tries of those that failed.
     search = config.search

@@ -16,7 +16,7 @@ from .config import RunConfig, ScoreMethod
 from .console import StageProgress
 from .data.corpora import load_tokens, training_batches
 from .data.niah import retrieval_rows
-from .errors import EnvironmentFault
+from .errors import ConfigError, EnvironmentFault
 from .footprint import TRAIN
 from .models.supernet import Supernet
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
@@ -28,7 +28,7 @@ from .scoring.head_scores import HeadScores
 from .scoring.inputs import ScoreInputs, SubProbe
 from .scoring.methods import METHODS
 from .scoring.pairs import draw_pairs
-from .scoring.similarity import measure_similarity
+from .scoring.similarity import Similarity, measure_similarity
 from .search.driver import SearchOutcome, needed_scores, run_search
 from .search.seeds import read_scores
 from .search.trial import HELDOUT_FILE, RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
@@ -36,6 +36,7 @@ from .training.align import align
 from .training.loop import BatchSource
 
 SCHEMA = 1
+MISSING = "missing"
 
 
 @dataclass
@@ -220,7 +221,8 @@ def _score(context: RunContext, progress: StageProgress) -> str:
     """Writes the scores files of all methods that the run needs, and similarity.json."""
     run_dir, methods = context.run_dir, scored_methods(context.config)
     score_heads(context, methods, progress)
-    if not (run_dir / SIMILARITY_FILE).exists():
+    if lost := _lost_similarity(run_dir):
+        _say_again(context, SIMILARITY_FILE, lost, progress)
         progress.begin("similarity")
         found = measure_similarity(context.teacher(), _score_tokens(context))
         found.save(run_dir / SIMILARITY_FILE)
@@ -236,13 +238,16 @@ def _score(context: RunContext, progress: StageProgress) -> str:
 def score_heads(
     context: RunContext, methods: Sequence[ScoreMethod], progress: StageProgress
 ) -> list[ScoreMethod]:
-    """Writes the scores file of each method that has none yet: a run's config never changes what is in one.
+    """Writes the scores file of each method that has none to keep: a run's config never changes what is in one.
 
-    Returns the methods that were computed. Raises ConfigError where the teacher answers too few pairs,
+    A file that cannot be read, or that a finished stage has lost, is made again and named. Returns the methods that were computed. Raises ConfigError where the teacher answers too few pairs,
     EnvironmentFault where a method runs out of the GPU's memory.
     """
     run_dir = context.run_dir
-    missing = [method for method in methods if not (run_dir / score_file(method)).exists()]
+    lost = lost_scores(run_dir, methods)
+    missing = [method for method in methods if method in lost]
+    for method in missing:
+        _say_again(context, score_file(method), lost[method], progress)
     if missing:
         needs_text = any(METHODS[method].needs_text for method in missing)
         inputs = _score_inputs(context, progress, needs_text=needs_text)
@@ -250,6 +255,47 @@ def score_heads(
             progress.begin(method)
             _score_by(method, inputs).save(run_dir / score_file(method))
     return missing
+
+
+def lost_scores(run_dir: RunDir, methods: Sequence[ScoreMethod]) -> dict[ScoreMethod, str]:
+    """The methods without a scores file that can be kept, and why."""
+    found: dict[ScoreMethod, str] = {}
+    for method in methods:
+        path = run_dir / score_file(method)
+        try:
+            HeadScores.load(path)
+        except FileNotFoundError:
+            found[method] = MISSING
+        except ConfigError as error:
+            found[method] = str(error).removeprefix(f"{path}: ")
+    return found
+
+
+def lost_outputs(run_dir: RunDir, config: RunConfig) -> bool:
+    """Whether the stage of scores, if it is finished, has lost any of its files."""
+    return bool(lost_scores(run_dir, scored_methods(config)) or _lost_similarity(run_dir))
+
+
+def _lost_similarity(run_dir: RunDir) -> str:
+    """Why similarity.json cannot be kept; empty where it can."""
+    try:
+        Similarity.load(run_dir / SIMILARITY_FILE)
+    except FileNotFoundError:
+        return MISSING
+    except ValueError as error:
+        return f"damaged or of another version ({error})"
+    return ""
+
+
+def _say_again(context: RunContext, name: str, reason: str, progress: StageProgress) -> None:
+    """Names a file that is made a second time."""
+    is_output = name in {
+        SIMILARITY_FILE,
+        *(score_file(method) for method in scored_methods(context.config)),
+    }
+    was_made = is_output and context.run_dir.stage("scores") is not None
+    if reason != MISSING or was_made:
+        progress.line(f"{context.run_dir / name}: {reason}; made again")
 
 
 def _score_by(method: ScoreMethod, inputs: ScoreInputs) -> HeadScores:

@@ -241,17 +241,45 @@ def test_a_gpu_that_is_too_small_for_a_score_is_named(
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 1}', '{"schema": 2, "composite": []}', "[]"])
-def test_a_scores_file_that_cannot_be_read_is_one_line(
+def test_a_scores_file_that_cannot_be_read_is_made_again(
     finished: tuple[Path, Path, str], tmp_path: Path, text: str
 ) -> None:
     config, whole, _ = finished
+    for number, (options, names) in enumerate(
+        (
+            ((), ("scores.json", "scores/replacement_kl.json", "similarity.json")),
+            (("causal",), ("scores.json",)),
+        )
+    ):
+        run_dir = Path(shutil.copytree(whole, tmp_path / str(number)))
+        for name in names:
+            (run_dir / name).write_text(text)
+        output = score(config, run_dir, *options)
+        for name in names:
+            (line,) = (row for row in output.splitlines() if "made again" in row and name in row)
+            assert line.startswith(f"{run_dir}/{name}: damaged or of another version (")
+            assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_scores_file_that_is_lost_is_made_again_once(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, whole, _ = finished
     run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
-    (run_dir / "stages/scores.json").unlink()
-    (run_dir / "scores.json").write_text(text)
-    result = CliRunner().invoke(app, ["score", str(config), "--run-dir", str(run_dir)])
-    assert result.exit_code == 2, result.output
-    fault = f"archsearch: {run_dir}/scores.json: damaged or of another version ("
-    assert result.output.splitlines()[-1].startswith(fault)
+    for command in ("score", "run"):
+        (run_dir / "scores/replacement_kl.json").unlink()
+        plan = plan_run(load_config(config, []), RunDir(run_dir))
+        assert [stage.name for stage in plan.stages if not stage.finished] == ["scores"]
+        arguments = [command, str(config), "--run-dir", str(run_dir)]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        again = [row for row in result.output.splitlines() if "made again" in row]
+        assert again == [f"{run_dir}/scores/replacement_kl.json: missing; made again"]
+        for name in ("scores.json", "scores/replacement_kl.json", "pareto.json"):
+            assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
+        result = CliRunner().invoke(app, arguments)
+        assert "made again" not in result.output
+        assert "scores    kept" in result.output
 
 
 def test_too_few_pairs_are_found_before_the_twins_are_trained(

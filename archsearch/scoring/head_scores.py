@@ -111,9 +111,7 @@ class HeadScores:
         try:
             return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise ConfigError(
-                f"{path}: damaged or of another version ({error}); remove it to have it made anew"
-            ) from error
+            raise ConfigError(f"{path}: damaged or of another version ({error})") from error
 
 
 def groups_of(scores_LH: Tensor, num_kv_heads: int) -> Tensor:
