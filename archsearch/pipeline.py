@@ -19,8 +19,8 @@ from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
 from .search.seeds import ScoreTables, read_scores, top_heads
 from .stages import STAGE_WORK, RunContext, lost_outputs, score_heads
+from .timings import record_stage
 
-SCHEMA = 1
 BEST_HEADS = 5
 """Heads that are named of each method."""
 
@@ -101,10 +101,17 @@ def _opened(
 
 def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer: Printer) -> None:
     """Runs those of the named stages that are not finished."""
-    for name in _due(context.run_dir, context.config, names, printer):
+    run_dir = context.run_dir
+    for name in _due(run_dir, context.config, names, printer):
         with printer.stage(name) as progress:
-            progress.summary = summary = STAGE_WORK[name](context, progress)
-        _record(context, name, progress.seconds, memory.take_peak(), summary)
+            try:
+                progress.summary = summary = STAGE_WORK[name](context, progress)
+            except BaseException:
+                progress.close()
+                record_stage(run_dir, name, progress.seconds, memory.take_peak(), "stopped")
+                raise
+        row = record_stage(run_dir, name, progress.seconds, memory.take_peak(), summary)
+        run_dir.mark_done(**row, **_results(context, name))
 
 
 def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Printer) -> list[str]:
@@ -130,17 +137,13 @@ def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
     return name != "search" or (details.get("trials"), retries) == wanted
 
 
-def _record(context: RunContext, name: str, seconds: float, peak_bytes: int, summary: str) -> None:
-    run_dir, search = context.run_dir, context.config.search
-    details: dict[str, Any] = {
-        "seconds": round(seconds, 2),
-        "peak_bytes": peak_bytes,
-        "summary": summary,
+def _results(context: RunContext, name: str) -> dict[str, Any]:
+    """What a finished stage is remembered by, beside its seconds."""
+    search, outcome = context.config.search, context.outcome
+    if name != "search" or outcome is None:
+        return {}
+    return {
+        "trials": search.trials,
+        "max_retries": search.max_retries,
+        "failed": outcome.failed,
     }
-    if name == "search" and context.outcome is not None:
-        details |= {"trials": search.trials, "max_retries": search.max_retries}
-        details["failed"] = context.outcome.failed
-    run_dir.mark_done(name, **details)
-    found = {stage: run_dir.stage(stage) for stage in STAGES}
-    rows = [{"stage": stage, **row} for stage, row in found.items() if row is not None]
-    run_dir.write_json("stages.json", {"schema": SCHEMA, "stages": rows})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from .scoring.similarity import Similarity, measure_similarity
 from .search.driver import SearchOutcome, needed_scores, run_search
 from .search.seeds import read_scores
 from .search.trial import HELDOUT_FILE, RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
+from .timings import record_method
 from .training.align import align
 from .training.loop import BatchSource
 
@@ -253,7 +255,11 @@ def score_heads(
         inputs = _score_inputs(context, progress, needs_text=needs_text)
         for method in missing:
             progress.begin(method)
-            _score_by(method, inputs).save(run_dir / score_file(method))
+            start = time.monotonic()
+            try:
+                _score_by(method, inputs).save(run_dir / score_file(method))
+            finally:
+                record_method(run_dir, method, time.monotonic() - start)
     return missing
 
 

@@ -29,6 +29,7 @@ from archsearch.scoring.inputs import ScoreInputs
 from archsearch.scoring.methods import METHODS, Method
 from archsearch.scoring.pairs import draw_pairs
 from archsearch.stages import RunContext
+from archsearch.timings import read_timings
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,9 @@ def test_scores_are_added_to_a_finished_run(
         assert [f"{value:.3g}" for value in values] == [
             part.split()[2] for part in line.removeprefix(method).split(", ")
         ]
+    rows = {row["method"]: row["seconds"] for row in read_timings(RunDir(run_dir))[1]}
+    assert list(rows) == ["causal", "replacement_kl", "attribution", "leave_one_in"]
+    assert rows["leave_one_in"] > 0
     again = score(config, run_dir, "leave_one_in")
     assert "leave_one_in kept" in again
     assert contents(run_dir)["scores/leave_one_in.json"] == after["scores/leave_one_in.json"]
@@ -185,8 +189,8 @@ def test_scores_are_not_written_among_other_things(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-CHANGING = {"provenance.json", "lock"}
-"""What every call writes to."""
+CHANGING = {"provenance.json", "lock", "stages.json"}
+"""What a call writes to even where it finds everything done."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -201,7 +205,7 @@ def test_scores_that_read_no_twins_train_none(
     output = score(config, tmp_path, "causal", "retrieval_heads")
     assert "supernet" not in output
     scores = {"scores.json", "scores/retrieval_heads.json"}
-    stage = {"teacher.json", "stages.json", "stages/teacher.json"}
+    stage = {"teacher.json", "stages/teacher.json"}
     assert set(contents(tmp_path)) - CHANGING == {"config.json", "inputs.json", *scores, *stage}
     for name in ("teacher.json", "scores.json"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
@@ -325,7 +329,8 @@ def test_a_kill_between_two_scores_loses_the_unfinished_one_alone(
     shutil.rmtree(run_dir / "scores")
     for name in ("scores.json", "stages/scores.json", "similarity.json"):
         (run_dir / name).unlink()
-    settings, calls = load_config(config, []), []
+    (run_dir / "stages.json").unlink()
+    settings, calls, seconds = load_config(config, []), [], []
 
     def method(name: ScoreMethod, fails: bool) -> Method:
         def run(inputs: ScoreInputs) -> HeadScores:
@@ -345,6 +350,10 @@ def test_a_kill_between_two_scores_loses_the_unfinished_one_alone(
         expected = pytest.raises(KeyboardInterrupt) if fails else nullcontext()
         with expected:
             run_stages(settings, RunDir(run_dir), Printer(Console(quiet=True)), last="scores")
+        stage_rows, method_rows = read_timings(RunDir(run_dir))
+        seconds.append({row["stage"]: row["seconds"] for row in stage_rows}["scores"])
+    assert 0 < seconds[0] < seconds[1]
+    assert [row["method"] for row in method_rows] == ["causal", "replacement_kl"]
     assert calls == ["causal", "replacement_kl", "replacement_kl"]
     for name in ("scores.json", "scores/replacement_kl.json", "similarity.json"):
         assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name

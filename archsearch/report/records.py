@@ -159,6 +159,8 @@ class RunSummary:
     rungs: tuple[Rung, ...]
     failures: tuple[Failure, ...] = ()
     stages: tuple[dict[str, Any], ...] = ()
+    methods: tuple[dict[str, Any], ...] = ()
+    """Seconds of each scoring method."""
     scores: ScoreFiles = field(default_factory=ScoreFiles)
 
     @property

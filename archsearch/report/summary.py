@@ -11,6 +11,7 @@ from ..rundir import RunDir
 from ..search.front import CONTROL, SEARCH
 from ..search.front import Candidate as Finished
 from ..search.outcome import RungOutcome, read_outcome
+from ..timings import read_timings
 from .records import Candidate, Failure, Group, Objective, Rung, RunSummary
 from .score_records import read_score_files
 
@@ -27,8 +28,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         raise ConfigError(
             f"{run_dir.path}: no candidate has been evaluated yet, and no heads are scored"
         )
-    has_stages = (run_dir / "stages.json").exists()
-    stages = run_dir.read_json("stages.json")["stages"] if has_stages else []
+    stages, methods = read_timings(run_dir)
     return RunSummary(
         name=config.name,
         config=config.model_dump(mode="json", by_alias=True),
@@ -38,6 +38,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         rungs=tuple(rungs),
         failures=tuple(failures),
         stages=tuple(stages),
+        methods=tuple(methods),
         scores=scores,
     )
 

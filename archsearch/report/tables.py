@@ -207,16 +207,18 @@ def _candidate_table(candidates: Sequence[Candidate], title: str, metrics: Seque
 
 
 def stage_table(summary: RunSummary) -> Table:
-    """Seconds and peak memory by stage."""
-    rows = tuple(
+    """Seconds and peak memory by stage, then the seconds of each scoring method."""
+    rows = [
         (
             str(stage["stage"]),
             f"{stage['seconds']:.1f}",
             bytes_text(stage["peak_bytes"]) if stage.get("peak_bytes") else "",
         )
         for stage in summary.stages
-    )
-    return Table("Stages", ("stage", "seconds", "peak host memory"), rows)
+    ]
+    rows += [(f"scores: {row['method']}", f"{row['seconds']:.1f}", "") for row in summary.methods]
+    note = "Over all calls of the run."
+    return Table("Stages", ("stage", "seconds", "peak host memory"), tuple(rows), note)
 
 
 def failure_table(summary: RunSummary) -> Table:

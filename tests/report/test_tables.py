@@ -17,6 +17,7 @@ from archsearch.report.tables import (
     candidate_tables,
     hypervolume_table,
     share_table,
+    stage_table,
 )
 
 from .runs import OBJECTIVES, SHAPE, made_candidate, made_rung, made_scores, made_summary
@@ -158,3 +159,9 @@ def test_markdown_report_of_scores_alone() -> None:
 )
 def test_quantities_read_well(metric: str, value: float, text: str) -> None:
     assert quantity(metric, value) == text
+
+
+def test_stages_are_followed_by_the_scoring_methods() -> None:
+    methods = ({"method": "causal", "seconds": 3.25},)
+    rows = stage_table(replace(made_summary(), methods=methods)).rows
+    assert rows == (("search", "12.5", "2 GiB"), ("scores: causal", "3.2", ""))
