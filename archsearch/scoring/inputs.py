@@ -18,10 +18,23 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class SubProbe:
-    """The pairs of one sub-probe that the teacher answers, perhaps none, of `drawn` that were tried."""
+    """The pairs of one sub-probe that the teacher answers, perhaps none, of `drawn` that were tried.
+
+    Of those dropped, it answers `wrong` differently, and `close` rightly but with too small a gap.
+    """
 
     pairs: tuple[Probe, ...]
     drawn: int
+    wrong: int = 0
+    close: int = 0
+
+    def __add__(self, other: SubProbe) -> SubProbe:
+        return SubProbe(
+            self.pairs + other.pairs,
+            self.drawn + other.drawn,
+            self.wrong + other.wrong,
+            self.close + other.close,
+        )
 
 
 @dataclass(frozen=True)

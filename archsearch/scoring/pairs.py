@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import zip_longest
 
 import torch
@@ -26,6 +27,8 @@ from .inputs import GIB, SubProbe
 
 MIN_GAP = 0.1
 """Least m(x) - m(x'), in logits, at which a pair says anything about heads."""
+
+NONE = SubProbe((), 0)
 
 _LOG = logging.getLogger(__name__)
 
@@ -127,6 +130,18 @@ def forward_tokens(teacher: Teacher, probes: Sequence[Probe], memory_bytes: int)
     return max(1, int(memory_bytes // (numbers * teacher.model.dtype.itemsize)))
 
 
+class Verdict(Enum):
+    """What a pair is good for."""
+
+    USABLE = "usable"
+    """The teacher answers the clean prompt (greedily, every token), and its preference for that answer over the
+    distractor falls by more than min_gap logits on the corrupt one."""
+    WRONG = "wrong"
+    """It answers otherwise."""
+    CLOSE = "close"
+    """It answers so, but its preference falls by less."""
+
+
 def usable(
     teacher: Teacher,
     probes: Sequence[Probe],
@@ -135,9 +150,21 @@ def usable(
     memory_bytes: int,
     min_gap: float = MIN_GAP,
 ) -> list[bool]:
-    """For each pair: whether the teacher answers the clean prompt (greedily, every token), and its preference for
-    that answer over the distractor falls by more than min_gap logits on the corrupt one."""
-    good = [False] * len(probes)
+    """For each pair: whether judge finds it usable."""
+    verdicts = judge(teacher, probes, decay=decay, memory_bytes=memory_bytes, min_gap=min_gap)
+    return [verdict is Verdict.USABLE for verdict in verdicts]
+
+
+def judge(
+    teacher: Teacher,
+    probes: Sequence[Probe],
+    *,
+    decay: float,
+    memory_bytes: int,
+    min_gap: float = MIN_GAP,
+) -> list[Verdict]:
+    """The verdict on each pair."""
+    found = [Verdict.WRONG] * len(probes)
     tokens = forward_tokens(teacher, probes, memory_bytes)
     with torch.inference_mode():
         for indices in pair_batches(probes, 64, tokens):
@@ -146,11 +173,11 @@ def usable(
             hidden_2PAC = batch.at_answers(output.last_hidden_state)
             m_2P = batch.readout(teacher.model, hidden_2PAC.unflatten(0, (2, -1)))
             right_P = batch.answered(teacher.model, hidden_2PAC[: len(indices)])
-            for index, fine in zip(
-                indices, (right_P & (m_2P[0] - m_2P[1] > min_gap)).tolist(), strict=True
-            ):
-                good[index] = fine
-    return good
+            wide_P = m_2P[0] - m_2P[1] > min_gap
+            for index, right, wide in zip(indices, right_P.tolist(), wide_P.tolist(), strict=True):
+                if right:
+                    found[index] = Verdict.USABLE if wide else Verdict.CLOSE
+    return found
 
 
 def draw_pairs(
@@ -198,16 +225,15 @@ def _draw(teacher: Teacher, config: RunConfig, kind: ProbeKind, seed: int) -> Su
         parts.append(part)
     by_turns = zip_longest(*(part.pairs for part in parts))
     pairs = tuple(pair for turn in by_turns for pair in turn if pair is not None)
-    return SubProbe(pairs, sum(part.drawn for part in parts))
+    return replace(sum(parts, NONE), pairs=pairs)
 
 
 def _draw_at(
     teacher: Teacher, config: RunConfig, kind: ProbeKind, context: int, wanted: int, seed: int
 ) -> SubProbe:
-    kept: list[Probe] = []
-    drawn, most = 0, wanted * config.scoring.max_draws
-    while len(kept) < wanted and drawn < most:
-        count = min(most - drawn, wanted - len(kept))
+    found, most = NONE, wanted * config.scoring.max_draws
+    while len(found.pairs) < wanted and found.drawn < most:
+        count = min(most - found.drawn, wanted - len(found.pairs))
         pairs = make_probes(
             teacher.tokenizer,
             kind,
@@ -216,25 +242,26 @@ def _draw_at(
             keys=config.probes.multi_keys,
             digits=config.probes.digits,
             seed=seed,
-            start=drawn,
+            start=found.drawn,
         )
-        kept += _filtered(teacher, pairs, config).pairs
-        drawn += count
-    return SubProbe(tuple(kept), drawn)
+        found += _filtered(teacher, pairs, config)
+    return found
 
 
 def _filtered(teacher: Teacher, pairs: Sequence[Probe], config: RunConfig) -> SubProbe:
     if config.teacher.random_weights:
         return SubProbe(tuple(pairs), len(pairs))
     scoring = config.scoring
-    good = usable(
+    verdicts = judge(
         teacher,
         pairs,
         decay=scoring.decay,
         memory_bytes=round(scoring.memory_gib * GIB),
         min_gap=scoring.min_gap,
     )
-    return SubProbe(tuple(p for p, fine in zip(pairs, good, strict=True) if fine), len(pairs))
+    kept = [p for p, verdict in zip(pairs, verdicts, strict=True) if verdict is Verdict.USABLE]
+    wrong, close = (verdicts.count(verdict) for verdict in (Verdict.WRONG, Verdict.CLOSE))
+    return SubProbe(tuple(kept), len(pairs), wrong, close)
 
 
 def _check(probes: Mapping[str, SubProbe], capability: str, scoring: ScoringConfig) -> None:
@@ -246,8 +273,23 @@ def _check(probes: Mapping[str, SubProbe], capability: str, scoring: ScoringConf
         field = f"scoring.{capability}" if ours else "scoring.pairs_file"
         raise ConfigError(
             f"{field}: the teacher answers too few pairs of {capability}, or does not tell them from the corrupt "
-            f"ones ({counts}); allowed: {scoring.min_pairs} or more together (scoring.min_pairs)"
+            f"ones ({counts}); allowed: {scoring.min_pairs} or more together (scoring.min_pairs). "
+            f"{_causes(sum(probes.values(), NONE), scoring, ours=ours)}"
         )
     for name, probe in probes.items():
         if not probe.pairs:
             _LOG.warning("scores: no pair of %s is usable: it is left out", name)
+
+
+def _causes(dropped: SubProbe, scoring: ScoringConfig, *, ours: bool) -> str:
+    """How many pairs failed for which cause, and what to change for each."""
+    easier = "leave sub-probes out or lower scoring.contexts" if ours else "ask what it knows"
+    causes = (
+        (dropped.wrong, f"answered wrongly ({easier})"),
+        (
+            dropped.close,
+            f"with a gap of {scoring.min_gap:g} logits at most (lower scoring.min_gap)",
+        ),
+    )
+    said = [f"{count} {cause}" for count, cause in causes if count]
+    return f"Dropped: {', '.join(said)}" if said else "None was dropped"

@@ -15,7 +15,7 @@ from archsearch.data.niah import Probe
 from archsearch.errors import ConfigError
 from archsearch.models.teacher import Teacher, load_teacher
 from archsearch.scoring import pairs as module
-from archsearch.scoring.pairs import draw_pairs, usable
+from archsearch.scoring.pairs import Verdict, draw_pairs, judge, usable
 
 TINY = "package:archsearch/assets/tiny/teacher"
 
@@ -39,20 +39,23 @@ def tiny() -> Teacher:
 
 
 @pytest.fixture
-def verdicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Probe, int], bool]], None]:
-    """Replaces what the teacher says of a pair, given the pair and how many came before it."""
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Probe, int], Any]], None]:
+    """Replaces what the teacher says of a pair, given the pair and how many came before it; False is wrong."""
 
-    def install(judge: Callable[[Probe, int], bool]) -> None:
+    def install(judge: Callable[[Probe, int], bool | Verdict]) -> None:
         seen: list[Probe] = []
 
-        def fake(_: Teacher, probes: list[Probe], **__: Any) -> list[bool]:
+        def fake(_: Teacher, probes: list[Probe], **__: Any) -> list[Verdict]:
             answers = []
             for probe in probes:
-                answers.append(judge(probe, len(seen)))
+                found = judge(probe, len(seen))
+                if not isinstance(found, Verdict):
+                    found = Verdict.USABLE if found else Verdict.WRONG
+                answers.append(found)
                 seen.append(probe)
             return answers
 
-        monkeypatch.setattr(module, "usable", fake)
+        monkeypatch.setattr(module, "judge", fake)
 
     return install
 
@@ -97,6 +100,8 @@ def test_a_wrong_answer_or_a_pair_without_a_gap_is_not_usable(tiny: Teacher) -> 
     )
     pairs = [pair, asks_for_the_other, no_difference]
     assert usable(tiny, pairs, decay=0.9, memory_bytes=1 << 28) == [True, False, False]
+    found = judge(tiny, pairs, decay=0.9, memory_bytes=1 << 28)
+    assert found == [Verdict.USABLE, Verdict.WRONG, Verdict.CLOSE]
     assert usable(tiny, [pair], decay=0.9, memory_bytes=1 << 28, min_gap=1e6) == [False]
 
 
@@ -126,6 +131,29 @@ def test_too_few_pairs_name_the_field_and_the_counts(tiny: Teacher, verdicts: An
         match=r"^scoring\.retrieval: .*single 0 of 4, multikey 0 of 4\); allowed: 3 or more",
     ):
         draw_pairs(tiny, config_of({"pairs": 2, "max_draws": 2, "min_pairs": 3}), seed=1)
+
+
+def test_too_few_pairs_say_why_and_what_to_change(
+    tiny: Teacher, verdicts: Any, tmp_path: Path
+) -> None:
+    def of(scoring: dict[str, Any]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            draw_pairs(tiny, config_of(scoring), seed=1)
+        assert "\n" not in str(caught.value)
+        return str(caught.value).partition("(scoring.min_pairs). ")[2]
+
+    ours = {"retrieval": ("single",), "pairs": 3, "max_draws": 1, "min_pairs": 3}
+    verdicts(lambda _, number: Verdict.WRONG if number % 3 else Verdict.CLOSE)
+    assert of(ours) == (
+        "Dropped: 2 answered wrongly (leave sub-probes out or lower scoring.contexts), 1 with a gap of 1 logits at "
+        "most (lower scoring.min_gap)"
+    )
+    path = write_pairs(tmp_path / "pairs.jsonl", [own_pair(tiny, 0), own_pair(tiny, 1)])
+    verdicts(lambda *_: Verdict.WRONG)
+    own = {"retrieval": (), "pairs_file": path, "min_pairs": 2}
+    assert of(own) == "Dropped: 2 answered wrongly (ask what it knows)"
+    verdicts(lambda *_: True)
+    assert of(own | {"min_pairs": 3}) == "None was dropped"
 
 
 def test_every_context_gets_its_share_of_the_kept_pairs(tiny: Teacher, verdicts: Any) -> None:
