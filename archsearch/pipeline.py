@@ -18,7 +18,7 @@ from .preflight import check_config, check_machine, check_memory, ignored_option
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
 from .search.seeds import ScoreTables, read_scores, top_heads
-from .stages import STAGE_WORK, RunContext, lost_outputs, score_heads
+from .stages import STAGE_WORK, RunContext, lost_outputs, pairs_line, score_heads
 from .timings import record_stage
 
 BEST_HEADS = 5
@@ -72,7 +72,7 @@ def run_methods(
             scored = score_heads(context, methods, progress)
             kept = [method for method in methods if method not in scored]
             said = [*scored, *(f"{method} kept" for method in kept)]
-            progress.summary = ", ".join(said)
+            progress.summary = f"{pairs_line(run_dir)}{', '.join(said)}"
         tables = read_scores(run_dir, methods)
     width = max(map(len, methods))
     for method in methods:

@@ -35,6 +35,8 @@ RESUMABLE = (
 
 SCORES = "scores"
 """Folder of the scores files, beside scores.json of the causal ones."""
+PAIRS_FILE = "pairs.json"
+"""Pairs kept and drawn of each sub-probe of each capability."""
 INPUTS_FILE = "inputs.json"
 """SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"

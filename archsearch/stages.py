@@ -24,9 +24,10 @@ from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
 from .plan import scored_methods, training_rows
 from .report.files import write_report
 from .report.records import bytes_text
-from .rundir import SIMILARITY_FILE, RunDir, score_file
+from .report.score_records import read_pair_counts
+from .rundir import PAIRS_FILE, SIMILARITY_FILE, RunDir, score_file
 from .scoring.head_scores import HeadScores
-from .scoring.inputs import ScoreInputs, SubProbe
+from .scoring.inputs import ScoreInputs, SubProbe, pair_counts
 from .scoring.methods import METHODS
 from .scoring.pairs import draw_pairs
 from .scoring.similarity import Similarity, measure_similarity
@@ -65,7 +66,7 @@ class RunContext:
         return self.supernet
 
     def pairs(self, progress: StageProgress) -> Mapping[str, Mapping[str, SubProbe]]:
-        """The pairs that the teacher answers, by capability and sub-probe, drawn at their first use.
+        """The pairs that the teacher answers, by capability and sub-probe, drawn at their first use (pairs.json).
 
         Raises ConfigError where they are too few.
         """
@@ -73,6 +74,8 @@ class RunContext:
             progress.begin("pairs")
             seed = self.seed("scoring")
             self.drawn = draw_pairs(self.teacher(), self.config, seed=seed, progress=progress)
+            found = {"schema": SCHEMA, "capabilities": pair_counts(self.drawn)}
+            self.run_dir.write_json(PAIRS_FILE, found)
         return self.drawn
 
     def release(self) -> None:
@@ -228,13 +231,17 @@ def _score(context: RunContext, progress: StageProgress) -> str:
         progress.begin("similarity")
         found = measure_similarity(context.teacher(), _score_tokens(context))
         found.save(run_dir / SIMILARITY_FILE)
-    causal = HeadScores.load(run_dir / score_file("causal"))
+    return f"{pairs_line(run_dir)}{', '.join(methods)}"
+
+
+def pairs_line(run_dir: RunDir) -> str:
+    """`NAME 6 of 8 pairs kept; ` of all capabilities, or nothing where none was drawn yet."""
     counts = [
         f"{name} {sum(p['kept'] for p in probes)} of {sum(p['drawn'] for p in probes)} pairs kept"
-        for name, capability in causal.capabilities.items()
-        if (probes := capability.probes.values())
+        for name, found in read_pair_counts(run_dir).items()
+        if (probes := found.values())
     ]
-    return f"{', '.join(counts)}; {', '.join(methods)}"
+    return f"{', '.join(counts)}; " if counts else ""
 
 
 def score_heads(

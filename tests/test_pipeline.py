@@ -206,7 +206,13 @@ def test_scores_that_read_no_twins_train_none(
     assert "supernet" not in output
     scores = {"scores.json", "scores/retrieval_heads.json"}
     stage = {"teacher.json", "stages/teacher.json"}
-    assert set(contents(tmp_path)) - CHANGING == {"config.json", "inputs.json", *scores, *stage}
+    assert set(contents(tmp_path)) - CHANGING == {
+        "config.json",
+        "inputs.json",
+        "pairs.json",
+        *scores,
+        *stage,
+    }
     for name in ("teacher.json", "scores.json"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
     # The run goes on with what is there: text and supernet are new to it.
@@ -221,10 +227,12 @@ def test_a_report_shows_scores_that_were_asked_for_alone(
     finished: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     config, _, _ = finished
-    score(config, tmp_path, "attribution")
+    output = score(config, tmp_path, "retrieval_heads")
+    assert "scores    user 6 of 6 pairs kept; retrieval_heads " in output
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert "attribution" in (tmp_path / "report/index.html").read_text()
+    assert "## Pairs that heads are scored by" in result.output
+    assert "retrieval-head" in (tmp_path / "report/index.html").read_text()
 
 
 def test_a_gpu_that_is_too_small_for_a_score_is_named(

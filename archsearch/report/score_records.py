@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..headmap import ModelShape
-from ..rundir import SCORES, SIMILARITY_FILE, RunDir, score_file
+from ..rundir import PAIRS_FILE, SCORES, SIMILARITY_FILE, RunDir, score_file
 
 SCORE_SCHEMAS = (1, 2)
 """Files of schema 1 may lack groups."""
@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 Rows = list[list[float]]
 """A number a head as [L][H], or a KV group as [L][G]."""
+
+PairCounts = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Capability -> sub-probe -> pairs `kept` and `drawn`."""
 
 _CAPABILITY_ROWS = ("recv", "send", "consistency", "score", "recv_spread", "send_spread")
 
@@ -87,6 +90,8 @@ class ScoreFiles:
     causal: Scores | None = None
     others: tuple[Scores, ...] = ()
     similarity: Similarity | None = None
+    pairs: PairCounts = field(default_factory=dict)
+    """Pairs that heads were scored by, whatever the methods."""
 
     def __bool__(self) -> bool:
         return bool(self.causal or self.others or self.similarity)
@@ -108,7 +113,32 @@ def read_score_files(run_dir: RunDir) -> ScoreFiles:
         _read(run_dir, score_file("causal"), shape, scores_from_json) if has_causal else None,
         tuple(_read(run_dir, score_file(name), shape, scores_from_json) for name in others),
         _read(run_dir, SIMILARITY_FILE, shape, similarity_from_json) if has_similarity else None,
+        read_pair_counts(run_dir),
     )
+
+
+def read_pair_counts(run_dir: RunDir) -> PairCounts:
+    """pairs.json or, in a run of before there was one, what the causal scores tell; none where there is neither.
+
+    Raises ConfigError where the file is damaged.
+    """
+    try:
+        if (run_dir / PAIRS_FILE).exists():
+            capabilities = run_dir.read_json(PAIRS_FILE)["capabilities"]
+        elif (run_dir / score_file("causal")).exists():
+            found = run_dir.read_json(score_file("causal")).get("capabilities") or {}
+            capabilities = {name: value.get("probes") or {} for name, value in found.items()}
+        else:
+            capabilities = {}
+        return {
+            name: {
+                probe: {key: int(counts[key]) for key in ("kept", "drawn")}
+                for probe, counts in probes.items()
+            }
+            for name, probes in capabilities.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{run_dir / PAIRS_FILE}: damaged ({error!r})") from error
 
 
 def scores_from_json(data: Any, shape: ModelShape) -> Scores:

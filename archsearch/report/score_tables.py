@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .records import METHOD_TITLES
-from .score_records import ScoreFiles, Scores
+from .score_records import PairCounts, ScoreFiles, Scores
 from .scores_svg import effect_text, value_text
 from .tables import Table
 
@@ -12,19 +12,17 @@ TOP_HEADS = 10
 
 def score_tables(files: ScoreFiles) -> list[Table]:
     """All tables that the score files give rise to; those without a row are left out."""
-    if files.causal is None:
-        tables = [top_table(scores) for scores in files.others]
-    else:
-        tables = [top_table(files.causal), pair_table(files.causal)]
+    shown = files.others if files.causal is None else (files.causal,)
+    tables = [*map(top_table, shown), pair_table(files.pairs)]
     return [table for table in tables if table.rows]
 
 
-def pair_table(scores: Scores) -> Table:
+def pair_table(pairs: PairCounts) -> Table:
     """How many of the pairs drawn the teacher answers, a row a sub-probe."""
     rows = []
-    for name, capability in scores.capabilities.items():
-        for probe, counts in capability.probes.items():
-            kept, drawn = counts.get("kept", 0), counts.get("drawn", 0)
+    for name, probes in pairs.items():
+        for probe, counts in probes.items():
+            kept, drawn = counts["kept"], counts["drawn"]
             share = f"{kept / drawn:.0%}" if drawn else ""
             rows.append((name, probe, str(kept), str(drawn), share))
     return Table(

@@ -37,6 +37,18 @@ class SubProbe:
         )
 
 
+def pair_counts(
+    capabilities: Mapping[str, Mapping[str, SubProbe]],
+) -> dict[str, dict[str, dict[str, int]]]:
+    """Pairs kept and drawn, by capability and sub-probe."""
+    return {
+        capability: {
+            name: {"kept": len(probe.pairs), "drawn": probe.drawn} for name, probe in probes.items()
+        }
+        for capability, probes in capabilities.items()
+    }
+
+
 @dataclass(frozen=True)
 class ScoreInputs:
     """Teacher, pairs by capability and sub-probe, held-out tokens [N, T], and the supernet, loaded when called."""
@@ -56,13 +68,7 @@ class ScoreInputs:
 
     def counts(self) -> dict[str, dict[str, dict[str, int]]]:
         """Pairs kept and drawn, by capability and sub-probe, as a scores file tells them."""
-        return {
-            capability: {
-                name: {"kept": len(probe.pairs), "drawn": probe.drawn}
-                for name, probe in probes.items()
-            }
-            for capability, probes in self.capabilities.items()
-        }
+        return pair_counts(self.capabilities)
 
     def pairs(self, *, capability: str | None = None) -> Sequence[Probe]:
         """All pairs, or those of one capability (none where the run leaves it out)."""

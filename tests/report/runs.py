@@ -130,4 +130,5 @@ def made_scores() -> ScoreFiles:
             for method in ("attribution", "replacement_kl")
         ),
         similarity_from_json(similarity_data(), SHAPE),
+        {"retrieval": {"single": {"kept": 6, "drawn": 8}}},
     )

@@ -13,6 +13,7 @@ import pytest
 from archsearch.errors import ConfigError
 from archsearch.report.score_records import (
     ScoreFiles,
+    read_pair_counts,
     read_score_files,
     scores_from_json,
     similarity_from_json,
@@ -46,6 +47,20 @@ def test_reads_each_file_that_is_there(run_dir: RunDir) -> None:
     assert [scores.method for scores in files.others] == ["attribution", "restoration"]
     assert files.similarity is not None
     assert files.similarity.heads == similarity_data()["heads"]
+
+
+def test_pair_counts_come_from_their_file_or_from_older_causal_scores(run_dir: RunDir) -> None:
+    assert read_pair_counts(run_dir) == {}
+    run_dir.write_json("scores.json", score_data())
+    assert read_pair_counts(run_dir)["general"] == {"copying": {"kept": 6, "drawn": 8}}
+    run_dir.write_json("scores.json", old_score_data())
+    assert not any(read_pair_counts(run_dir).values())
+    found = {"user": {"pairs": {"kept": 1, "drawn": 2}}}
+    run_dir.write_json("pairs.json", {"schema": 1, "capabilities": found})
+    assert read_pair_counts(run_dir) == read_score_files(run_dir).pairs == found
+    run_dir.write_json("pairs.json", {"schema": 1, "capabilities": {"user": {"pairs": {}}}})
+    with pytest.raises(ConfigError, match=r"pairs\.json: damaged"):
+        read_pair_counts(run_dir)
 
 
 def test_what_is_optional_may_be_missing() -> None:

@@ -9,9 +9,12 @@ from .runs import SHAPE, made_scores, old_score_data, score_data
 
 
 def test_pair_table_has_a_row_a_sub_probe() -> None:
-    data = score_data()
-    data["capabilities"]["general"]["probes"] = {"copying": {"kept": 0, "drawn": 32}}
-    table = pair_table(scores_from_json(data, SHAPE))
+    counts = {"kept": 6, "drawn": 8}
+    pairs = {
+        "retrieval": {"single": counts, "multikey": counts},
+        "general": {"copying": {"kept": 0, "drawn": 32}},
+    }
+    table = pair_table(pairs)
     assert table.rows == (
         ("retrieval", "single", "6", "8", "75%"),
         ("retrieval", "multikey", "6", "8", "75%"),
@@ -44,9 +47,10 @@ def test_old_files_have_fewer_columns_and_no_pairs() -> None:
 def test_other_methods_have_a_table_only_where_there_is_no_causal_score() -> None:
     files = made_scores()
     assert len(score_tables(files)) == 2
-    titles = [table.title for table in score_tables(ScoreFiles(others=files.others))]
-    assert titles == [
+    alone = ScoreFiles(others=files.others, pairs=files.pairs)
+    assert [table.title for table in score_tables(alone)] == [
         "Highest heads by attribution patching",
         "Highest heads by single-replacement KL",
+        "Pairs that heads are scored by",
     ]
     assert score_tables(ScoreFiles()) == []
