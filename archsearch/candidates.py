@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import RunConfig
 from .errors import ConfigError
-from .export import export, prepare_directory
+from .export import check_directory, export, prepare_directory
 from .headmap import HeadMap
 from .models.cut import cut
 from .models.supernet import Supernet
@@ -24,9 +24,15 @@ def export_candidate(
 ) -> str:
     """Exports a point of the run's front, by number, by FA share, or (neither given) its knee.
 
-    Returns a line that says what was written. Raises ConfigError where there is no such point or the
+    Returns a line that says what was written. Raises ConfigError where there is no such point, no front yet or the
     directory is not empty, EnvironmentFault where the run has lost the weights that were measured.
     """
+    if fa_share is not None and not 0 <= fa_share <= 1:
+        raise ConfigError(f"--fa-share {fa_share:g}: not allowed; allowed: 0 to 1")
+    if candidate is not None and candidate < 0:
+        raise ConfigError(f"--candidate {candidate}: not allowed; allowed: a number of the report")
+    check_directory(directory)
+    run_dir.require_search("pareto.json")
     pareto = run_dir.read_json("pareto.json")
     point = choose(run_dir, pareto, candidate=candidate, fa_share=fa_share)
     prepare_directory(directory)
@@ -62,8 +68,6 @@ def choose(
     if not points:
         raise ConfigError(f"{run_dir.path}: the front is empty")
     if fa_share is not None:
-        if not 0 <= fa_share <= 1:
-            raise ConfigError(f"--fa-share {fa_share:g}: not allowed; allowed: 0 to 1")
         return _at_share(points, pareto["objectives"], fa_share)
     number = pareto["knee"] if candidate is None else candidate
     seeds: list[dict[str, Any]] = pareto["seeds"]["points"]

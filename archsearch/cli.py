@@ -136,7 +136,11 @@ def dashboard(
     """Serves optuna-dashboard on the run's study, and prints its address."""
     with faults(debug):
         run_dir = RunDir(run)
-        storage = run_dir.load_config().search.storage or run_dir.storage
+        storage = run_dir.load_config().search.storage
+        if storage is None:
+            # The dashboard would make an empty database.
+            run_dir.require_search("study.db")
+            storage = run_dir.storage
         program = Path(sys.executable).with_name("optuna-dashboard")
         if not program.exists():
             raise EnvironmentFault(

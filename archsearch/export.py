@@ -86,16 +86,23 @@ def export(
     (directory / "README.md").write_text(_readme(head_map, facts))
 
 
+def check_directory(directory: Path) -> None:
+    """Raises ConfigError where there is something at that path that is no empty folder; makes nothing."""
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--to {directory}: cannot make this folder (a file is there)")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ConfigError(f"--to {directory}: the folder is not empty; name a new or empty one")
+
+
 def prepare_directory(directory: Path) -> None:
     """Makes the directory. Raises ConfigError where it exists and is not empty, or cannot be made."""
+    check_directory(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"--to {directory}: cannot make this folder ({error.strerror})"
         ) from error
-    if any(directory.iterdir()):
-        raise ConfigError(f"--to {directory}: the folder is not empty; name a new or empty one")
 
 
 def copy_code(directory: Path) -> None:

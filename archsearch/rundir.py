@@ -198,6 +198,15 @@ class RunDir:
         except ValueError as error:
             raise ConfigError(f"{self / 'config.json'}: of another version: {error}") from error
 
+    def require_search(self, name: str) -> None:
+        """Raises ConfigError where the file `name`, which a search writes, is not there yet, or this is no run."""
+        self.load_config()
+        if not (self / name).exists():
+            raise ConfigError(
+                f"{self / name}: missing: the search has not run to there yet; `archsearch run` with this run's "
+                f"config and --run-dir {self.path} does"
+            )
+
     def mark_done(self, stage: str, **details: Any) -> None:
         """Records that a stage is finished, with JSON-able details such as its seconds."""
         time = datetime.now(UTC).isoformat(timespec="seconds")

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from archsearch.cli import app
+from archsearch.configfile import load_config
+from archsearch.rundir import RunDir
 
 runner = CliRunner()
 
@@ -141,6 +143,53 @@ def test_report_of_no_run_is_status_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [[], ["--knee", "--candidate", "3"]])
 def test_export_needs_exactly_one_choice(tmp_path: Path, options: list[str]) -> None:
     assert call("export", tmp_path, "--to", tmp_path / "out", *options)[0] == 2
+
+
+@pytest.fixture
+def scored_run(run_config: Path, tmp_path: Path) -> Path:
+    """A run that has not searched."""
+    with RunDir(tmp_path / "run") as run_dir:
+        run_dir.freeze_config(load_config(run_config))
+        run_dir.write_json("scores.json", {})
+    return run_dir.path
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--knee"], "{run}/pareto.json: missing: the search has not run to there yet; "),
+        (["--candidate", "3"], "{run}/pareto.json: missing: the search has not run"),
+        (["--candidate", "-1"], "--candidate -1: not allowed; allowed: a number of the report"),
+        (["--fa-share", "1.5"], "--fa-share 1.5: not allowed; allowed: 0 to 1"),
+        (["--fa-share", "nan"], "--fa-share nan: not allowed; allowed: 0 to 1"),
+        (["--knee", "--to", "{run}"], "--to {run}: the folder is not empty; name a new or"),
+        (
+            ["--knee", "--to", "{run}/lock"],
+            "--to {run}/lock: cannot make this folder (a file is there)",
+        ),
+    ],
+)
+def test_export_checks_its_options_and_then_the_run(
+    scored_run: Path, tmp_path: Path, options: list[str], fault: str
+) -> None:
+    words = [option.format(run=scored_run) for option in options]
+    status, output = call("export", scored_run, "--to", tmp_path / "out", *words)
+    assert status == 2
+    assert output.startswith(f"archsearch: {fault.format(run=scored_run)}")
+    assert len(output.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dashboard_needs_a_study_and_makes_none(scored_run: Path, tmp_path: Path) -> None:
+    before = sorted(path.name for path in scored_run.iterdir())
+    status, output = call("dashboard", scored_run)
+    assert status == 2
+    assert output.startswith(f"archsearch: {scored_run}/study.db: missing: the search has not run")
+    assert len(output.splitlines()) == 1
+    assert sorted(path.name for path in scored_run.iterdir()) == before
+    status, output = call("dashboard", tmp_path / "none")
+    assert status == 2
+    assert "run directory" in output
 
 
 def test_doctor_finds_nothing_wrong_here() -> None:
