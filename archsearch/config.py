@@ -357,10 +357,14 @@ class ExecutionConfig(Section):
 
 class KernelsConfig(Section):
     """Who computes the heads: auto takes the first backend in order that can, or what the environment variables
-    HYDRAHEAD_GDN_BACKEND and HYDRAHEAD_FULL_BACKEND ask for."""
+    HYDRAHEAD_GDN_BACKEND, _FULL_, _PROLOGUE_ and _FUSION_BACKEND ask for."""
 
     gdn: Literal["auto", "triton", "flashqla", "fla", "torch"] = "auto"
     full: Literal["auto", "cudnn", "flash_attn", "sdpa", "torch"] = "auto"
+    prologue: Literal["auto", "triton", "torch"] = "auto"
+    """Norm and RoPE of q and k before the heads."""
+    fusion: Literal["auto", "triton", "torch"] = "auto"
+    """Norm, gamma, bias and gate of GDN heads after them, and the way back to the order of heads."""
 
 
 class RunConfig(Section):

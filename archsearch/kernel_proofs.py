@@ -1,7 +1,6 @@
 """Every backend of every operator against the fp32 reference on this machine, forward and backward.
 
-Inputs are random and small, of lengths that are no multiple of a chunk, with grouped heads, a state and masked tokens.
-An error is the norm of the difference over the norm of the reference, the worst of outputs or of gradients.
+kernel_cases.py draws the inputs. An error is the norm of the difference over the norm of the reference, the worst of outputs or of gradients.
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from archsearch_kernels.gdn.reference import gdn_forward
-
-from .attention.backends import INFERENCE, PURPOSES, STEP, TRAINING, Operator, Situation, race_text
+from .attention.backends import PURPOSES, STEP, TRAINING, Operator, Situation, race_text
 from .attention.dispatch import OPERATORS
 from .attention.full_backends import AttentionCall
-from .attention.gdn_backends import GatedDeltaCall
+from .kernel_cases import CASES, KINDS
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 DIM = {"cpu": 64, "cuda": 128}
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
-TOKENS, PADDING = 130, 5
 RACE_TOKENS, RACE_HEADS = 4096, 16
 
 
@@ -168,94 +164,3 @@ def _worst(given: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
         right = other.detach().float()
         errors.append(float((one.detach().float() - right).norm() / right.norm()))
     return max(errors, key=lambda error: (error != error, error))  # noqa: PLR0124 - NaN is the worst
-
-
-def _draw(situation: Situation) -> Callable[..., Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, dtype: torch.dtype = situation.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(situation.device, dtype)
-
-    return draw
-
-
-def _gdn_case(situation: Situation) -> tuple[GatedDeltaCall, Callable[[Any], Any]]:
-    """Three of four query heads over two KV heads, with a state; the second sequence begins with padding."""
-    draw, dim, wide = _draw(situation), situation.head_dim, torch.float32
-    tokens = 1 if situation.purpose == STEP else TOKENS
-    a, b = draw(2, tokens, 4), draw(2, tokens, 4)
-    if tokens > 1:
-        a[1, :PADDING] = b[1, :PADDING] = float("-inf")
-
-    def index(*heads: int) -> Tensor:
-        return torch.tensor(heads, dtype=torch.int32, device=situation.device)
-
-    call = GatedDeltaCall(
-        draw(2, tokens, 4, dim),
-        draw(2, tokens, 2, dim),
-        draw(2, tokens, 2, dim),
-        a,
-        b,
-        0.5 * draw(4, dtype=wide),
-        # Half-lives of some ten tokens.
-        draw(4, dtype=wide) - 3,
-        index(3, 0, 2),
-        index(1, 0, 1),
-        initial_state=draw(2, 3, dim, dim, dtype=wide) / dim**0.5,
-        cu_seqlens=None,
-        output_final_state=True,
-    )
-    return call, _gdn_reference
-
-
-def _gdn_reference(call: GatedDeltaCall) -> tuple[Tensor, Tensor | None]:
-    wide: dict[str, Any] = {
-        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in call._asdict().items()
-    }
-    return gdn_forward(**wide)
-
-
-def _full_case(situation: Situation) -> tuple[AttentionCall, Callable[[Any], Any]]:
-    """Four query heads over two KV heads; masked: with padding before the second sequence, a query always sees itself."""
-    draw, dim = _draw(situation), situation.head_dim
-    tokens = 1 if situation.purpose == STEP else TOKENS
-    pairs = None
-    if situation.masked:
-        causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=situation.device).tril()
-        pairs = causal.expand(2, 1, TOKENS, TOKENS).clone()
-        pairs[1, :, :, :PADDING] = False
-        pairs |= torch.eye(TOKENS, dtype=torch.bool, device=situation.device)
-    # As the model has them: heads behind tokens in memory.
-    q = draw(2, tokens, 4, dim).transpose(1, 2)
-    k, v = (draw(2, TOKENS, 2, dim).transpose(1, 2) for _ in range(2))
-    return AttentionCall(q, k, v, pairs), _full_reference
-
-
-def _full_reference(call: AttentionCall) -> Tensor:
-    q = call.q_BnTD.float()
-    readers = q.shape[1] // call.k_BmSD.shape[1]
-    k, v = (x.float().repeat_interleave(readers, 1) for x in (call.k_BmSD, call.v_BmSD))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    pairs = call.pairs_B1TS
-    if pairs is None and call.causal:
-        pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if pairs is not None:
-        scores = scores.masked_fill(~pairs, float("-inf"))
-    output: Tensor = scores.softmax(-1) @ v
-    return output
-
-
-CASES: dict[str, Callable[[Situation], tuple[Any, Callable[[Any], Any]]]] = {
-    "gdn": _gdn_case,
-    "full": _full_case,
-}
-KINDS: dict[str, tuple[tuple[str, str, bool], ...]] = {
-    "gdn": (
-        ("forward", TRAINING, False),
-        ("without gradients", INFERENCE, False),
-        ("step", STEP, False),
-    ),
-    "full": (("forward", TRAINING, False), ("masked", INFERENCE, True), ("step", STEP, False)),
-}
-"""What is computed of each operator: a word for it, the purpose, and whether pairs are masked."""

@@ -239,6 +239,11 @@ def purpose_of(tensors: Sequence[Tensor | None], tokens: int) -> str:
     return STEP if tokens == 1 else INFERENCE
 
 
+def dense(x: Tensor) -> Tensor:
+    """x with the last stride 1, which is all that our kernels ask of strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def working_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a fused kernel is to compute in: autocast's where it is on, since it reaches no foreign kernel."""
     kind = x.device.type

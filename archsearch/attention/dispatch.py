@@ -1,7 +1,7 @@
 """The table of operators: for each, its backends in order of preference. The model's heads call it, doctor proves it.
 
 Shapes: B batch, T new tokens, S cached plus new tokens, H query heads, G heads of k and v, n heads that run, m KV heads,
-N sequences, D head_dim.
+F full-attention heads, N sequences, D head_dim.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import full_backends as full
+from . import fusion_backends as fusion
 from . import gdn_backends as gdn
+from . import prologue_backends as prologue
 from .backends import Backend, Operator, Situation, working_dtype
 from .full_backends import AttentionCall
+from .fusion import HeadIndex, LinearHeads, RMSNorm
+from .fusion_backends import FusionCall
 from .gdn_backends import GatedDeltaCall
+from .prologue_backends import PrologueCall
+from .requirements import leaves_steps, never
+from .rotary import PositionEmbeddings
 
 OPERATORS: dict[str, Operator] = {
     "gdn": Operator(
@@ -23,7 +30,7 @@ OPERATORS: dict[str, Operator] = {
             Backend("triton", gdn.run_triton, gdn.triton_cannot, gdn.no_steps),
             Backend("flashqla", gdn.run_flashqla, gdn.flashqla_cannot, gdn.no_steps),
             Backend("fla", gdn.run_fla, gdn.fla_cannot),
-            Backend("torch", gdn.run_torch, full.never, is_slow=True),
+            Backend("torch", gdn.run_torch, never, is_slow=True),
         ),
     ),
     "full": Operator(
@@ -34,15 +41,33 @@ OPERATORS: dict[str, Operator] = {
             Backend("cudnn", full.run_cudnn, full.cudnn_cannot, full.no_growing_steps),
             Backend("flash_attn", full.run_flash_attn, full.flash_attn_cannot, full.no_masks),
             Backend("sdpa", full.run_sdpa, full.sdpa_cannot),
-            Backend("torch", full.run_torch, full.never, is_slow=True),
+            Backend("torch", full.run_torch, never, is_slow=True),
         ),
         rivals=("cudnn", "flash_attn"),
+    ),
+    "prologue": Operator(
+        "prologue",
+        "q/k norm and RoPE",
+        "HYDRAHEAD_PROLOGUE_BACKEND",
+        (
+            Backend("triton", prologue.run_triton, prologue.triton_cannot, leaves_steps),
+            Backend("torch", prologue.run_torch, never, is_slow=True),
+        ),
+    ),
+    "fusion": Operator(
+        "fusion",
+        "fusion of heads",
+        "HYDRAHEAD_FUSION_BACKEND",
+        (
+            Backend("triton", fusion.run_triton, fusion.triton_cannot, leaves_steps),
+            Backend("torch", fusion.run_torch, never, is_slow=True),
+        ),
     ),
 }
 
 
 def set_backend(operator: str, name: str, asked_by: str = "set_backend") -> None:
-    """Forces who computes an operator (gdn, full) in this process; `auto` goes back to the environment's wish.
+    """Forces who computes an operator (gdn, full, prologue, fusion) in this process; `auto` goes back to the environment's wish.
 
     asked_by is named in errors. Raises ValueError for an operator or backend that there is not.
     """
@@ -104,4 +129,41 @@ def attend(
     dtype = working_dtype(q_BnTD)
     call = AttentionCall(q_BnTD.to(dtype), k_BmSD.to(dtype), v_BmSD.to(dtype), pairs_B1TS)
     output: Tensor = OPERATORS["full"].choose(call.situation(), call).run(call)
+    return output
+
+
+def norm_and_rotate(
+    q_BTnD: Tensor,
+    k_BTmD: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    embeddings: PositionEmbeddings | None,
+) -> tuple[Tensor, Tensor]:
+    """q and k after their norms (both or neither) and RoPE, where there are tables.
+
+    Raises RuntimeError where a backend is forced that can't serve.
+    """
+    q_weight_D = k_weight_D = None
+    eps = 0.0
+    if q_norm is not None and k_norm is not None:
+        if q_norm.weight.device == q_BTnD.device:
+            q_weight_D, k_weight_D, eps = q_norm.weight, k_norm.weight, q_norm.eps
+        else:
+            # accelerate, which offloads weights, has them here only while their module runs.
+            q_BTnD, k_BTmD = q_norm(q_BTnD), k_norm(k_BTmD)
+    if q_weight_D is None and embeddings is None:
+        return q_BTnD, k_BTmD
+    call = PrologueCall(q_BTnD, k_BTmD, q_weight_D, k_weight_D, eps, embeddings)
+    result: tuple[Tensor, Tensor] = OPERATORS["prologue"].choose(call.situation()).run(call)
+    return result
+
+
+def fuse_and_scatter(full_BTFD: Tensor | None, linear: LinearHeads, order: HeadIndex) -> Tensor:
+    """o_proj's input [B, T, H, D]: full-attention heads as they are, linear heads after fusion.fuse, each at its own index.
+
+    order.heads[h] is the place of head h, full-attention heads counted first. Raises RuntimeError where a backend is
+    forced that can't serve.
+    """
+    call = FusionCall(full_BTFD, *linear, order)
+    output: Tensor = OPERATORS["fusion"].choose(call.situation()).run(call)
     return output

@@ -5,7 +5,7 @@ Shapes: B batch, T new tokens, S cached plus new tokens, C hidden size, n query 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from .cache import KeyValueStore
 from .configuration_hydrahead import HydraHeadConfig
-from .dispatch import attend
+from .dispatch import attend, norm_and_rotate
 from .fusion import HeadIndex, RMSNorm, head_rows
-from .rotary import PositionEmbeddings, rotate
+from .rotary import PositionEmbeddings
 
 
 class Mask(NamedTuple):
@@ -61,6 +61,21 @@ def _causal(num_new: int, num_past: int, device: torch.device) -> Tensor:
     return ones.tril(num_past)
 
 
+class KeysValues:
+    """Keys as they are projected and values of KV heads, [B, T, m, D] each.
+
+    Unpacks to (keys, values) with the keys normed, not rotated, for those who look at them: FullHeads norms in the
+    launch that rotates, and needs no such tensor.
+    """
+
+    def __init__(self, k_BTmD: Tensor, v_BTmD: Tensor, norm: RMSNorm | None) -> None:
+        self.k_BTmD, self.v_BTmD, self._norm = k_BTmD, v_BTmD, norm
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.k_BTmD if self._norm is None else self._norm(self.k_BTmD)
+        yield self.v_BTmD
+
+
 class FullHeads(nn.Module):
     """The query heads `heads` of a layer as softmax attention, with only the KV heads that they read.
 
@@ -93,11 +108,12 @@ class FullHeads(nn.Module):
         chosen.load_state_dict(head_rows(self.state_dict(), places, self.head_dim), assign=True)
         return chosen.train(self.training)
 
-    def keys_values(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (normed, not rotated) and values of the KV heads, [B, T, m, D] each."""
+    def keys_values(self, x_BTC: Tensor) -> KeysValues:
+        """Keys and values of the KV heads."""
         shape = (*x_BTC.shape[:2], -1, self.head_dim)
-        k_BTmD, v_BTmD = self.k_proj(x_BTC).view(shape), self.v_proj(x_BTC).view(shape)
-        return (k_BTmD if self.k_norm is None else self.k_norm(k_BTmD)), v_BTmD
+        return KeysValues(
+            self.k_proj(x_BTC).view(shape), self.v_proj(x_BTC).view(shape), self.k_norm
+        )
 
     def forward(
         self,
@@ -105,18 +121,18 @@ class FullHeads(nn.Module):
         position_embeddings: PositionEmbeddings,
         mask: Mask | None = None,
         store: KeyValueStore | None = None,
-        keys_values: tuple[Tensor, Tensor] | None = None,
+        keys_values: KeysValues | None = None,
     ) -> Tensor:
         """Head outputs [B, T, n, D]; appends the new keys (rotated) and values to store.
 
         keys_values: what the method of that name gave for x, where the caller has it already.
         """
+        kv = self.keys_values(x_BTC) if keys_values is None else keys_values
         q_BTnD = self.q_proj(x_BTC).view(*x_BTC.shape[:2], -1, self.head_dim)
-        if self.q_norm is not None:
-            q_BTnD = self.q_norm(q_BTnD)
-        k_BTmD, v_BTmD = self.keys_values(x_BTC) if keys_values is None else keys_values
-        q_BnTD = rotate(q_BTnD, position_embeddings).transpose(1, 2)
-        k_BmSD, v_BmSD = rotate(k_BTmD, position_embeddings).transpose(1, 2), v_BTmD.transpose(1, 2)
+        q_BTnD, k_BTmD = norm_and_rotate(
+            q_BTnD, kv.k_BTmD, self.q_norm, self.k_norm, position_embeddings
+        )
+        q_BnTD, k_BmSD, v_BmSD = (x.transpose(1, 2) for x in (q_BTnD, k_BTmD, kv.v_BTmD))
         if store is not None:
             k_BmSD, v_BmSD = store.append(k_BmSD, v_BmSD)
         return self._attend(q_BnTD, k_BmSD, v_BmSD, mask or Mask()).transpose(1, 2)

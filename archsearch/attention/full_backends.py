@@ -169,11 +169,6 @@ def no_masks(situation: Situation) -> str | None:
     return "takes no mask, as padding makes one" if situation.masked else None
 
 
-def never(situation: Situation) -> str | None:
-    """Of what serves everything."""
-    return None
-
-
 CHECKS = {
     "cudnn": (can_use_cudnn_attention, True),
     "flash": (can_use_flash_attention, True),

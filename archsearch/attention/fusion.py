@@ -7,6 +7,7 @@ Source: HydraHead (arXiv 2606.20097), the fusion step: O~_h = gamma_h * RMSNorm(
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension; statistics in fp32, result in x's dtype."""
-        # The weight follows x: with mixed dtypes (autocast) torch falls back to a slow path and warns.
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """What RMSNorm computes."""
+    # The weight follows x: with mixed dtypes (autocast) torch falls back to a slow path and warns.
+    return F.rms_norm(x, (x.shape[-1],), weight_D.to(x.dtype), eps)
 
 
 class HeadIndex:
@@ -57,6 +63,16 @@ def head_rows(
             index = torch.tensor(heads, device=tensor.device)
             chosen[name] = by_head.index_select(0, index).flatten(0, 1)
     return chosen
+
+
+class LinearHeads(NamedTuple):
+    """Outputs of linear heads before fusion, and what fusion takes; the gate is raw: its factor is 2 sigmoid(gate)."""
+
+    o_BTnD: Tensor
+    gamma_nD: Tensor
+    bias_nD: Tensor | None
+    gate_BTnD: Tensor | None
+    norm_eps: float | None
 
 
 def fuse(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .cache import GatedDeltaState
 from .configuration_hydrahead import HydraHeadConfig
-from .dispatch import gated_delta_net
-from .fusion import HeadIndex, RMSNorm, fuse
-from .rotary import PositionEmbeddings, rotate
+from .dispatch import fuse_and_scatter, gated_delta_net, norm_and_rotate
+from .fusion import HeadIndex, LinearHeads, RMSNorm
+from .rotary import PositionEmbeddings
 
 CONV_WIDTH = 4
 INITIAL_HALF_LIFE_TOKENS = 64.0
@@ -38,6 +38,7 @@ class GatedDeltaHeads(nn.Module):
     def __init__(self, config: HydraHeadConfig, num_heads: int) -> None:
         super().__init__()
         self.config, self.num_heads, self.head_dim = config, num_heads, config.head_dim
+        self._order = HeadIndex(range(num_heads))
         size, width, options = config.hidden_size, num_heads * config.head_dim, config.gdn
         self.rope, self.norm = options["rope"], options["norm"]
         self.q_proj = nn.Linear(size, width, bias=config.qkv_bias)
@@ -97,8 +98,13 @@ class GatedDeltaHeads(nn.Module):
         position_embeddings: PositionEmbeddings,
         valid_BT: Tensor | None = None,
         state: GatedDeltaState | None = None,
-    ) -> Tensor:
-        """Head outputs [B, T, n, D]; reads and replaces state. Padding (valid_BT False) leaves the memory alone."""
+        *,
+        fused: bool = True,
+    ) -> Tensor | LinearHeads:
+        """Head outputs [B, T, n, D]; reads and replaces state. Padding (valid_BT False) leaves the memory alone.
+
+        fused=False leaves the steps after the recurrence to the caller, who has other heads to put beside these.
+        """
         q, k, v = self._project(x_BTC, position_embeddings, valid_BT, state)
         a_BTn, b_BTn = self.a_proj(x_BTC), self.b_proj(x_BTC)
         if valid_BT is not None:
@@ -119,14 +125,14 @@ class GatedDeltaHeads(nn.Module):
         )
         if state is not None:
             state.memory_BnDD = memory
-        gate = None if self.gate_proj is None else 2 * torch.sigmoid(self.gate_proj(x_BTC))
-        return fuse(
+        heads = LinearHeads(
             o_BTnD,
-            gamma_nD=self.gamma,
-            bias_nD=self.bias,
-            gate_BTnD=None if gate is None else gate.view(o_BTnD.shape),
-            norm_eps=self.config.rms_norm_eps if self.norm else None,
+            self.gamma,
+            self.bias,
+            None if self.gate_proj is None else self.gate_proj(x_BTC).view(o_BTnD.shape),
+            self.config.rms_norm_eps if self.norm else None,
         )
+        return fuse_and_scatter(None, heads, self._order) if fused else heads
 
     def _project(
         self,
@@ -140,10 +146,8 @@ class GatedDeltaHeads(nn.Module):
         q, k, v = (p(x_BTC).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.conv_weight is not None:
             q, k, v = self._convolve(torch.stack((q, k, v), dim=3), valid_BT, state).unbind(3)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope:
-            q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        tables = position_embeddings if self.rope else None
+        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, tables)
         return q, k, v
 
     def _convolve(

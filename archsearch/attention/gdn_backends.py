@@ -5,10 +5,7 @@ Shapes: B batch, T tokens, H query heads, G heads of k and v, n selected heads, 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,11 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backends import HALF, STEP, TRAINING, Situation, purpose_of
+from .backends import HALF, STEP, TRAINING, Situation, dense, purpose_of
 from .delta_rule import gated_delta
+from .requirements import (
+    gpu_lacks,
+    imported,
+    reason_of,
+    triton_lacks,
+    triton_version,
+    version_numbers,
+)
 
-TRITON_DIMS = (16, 32, 64, 128, 256)
-OLDEST_TRITON = (3, 6)
+TRITON_DTYPES = (torch.bfloat16, torch.float32)
 LARGEST_FLA_DIM = 256
 FLASHQLA_DIM = 128
 FLASHQLA_CHIPS = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -110,7 +114,7 @@ def run_triton(call: GatedDeltaCall) -> Result:
         q_index = kv_index = _all_heads(q.shape[2], q.device)
     state = call.initial_state
     result: Result = operator.gated_delta_net(
-        *(_dense(x) for x in (q, k, call.v_BTGD, call.a_BTH, call.b_BTH)),
+        *(dense(x) for x in (q, k, call.v_BTGD, call.a_BTH, call.b_BTH)),
         call.A_log_H,
         call.dt_bias_H,
         q_index,
@@ -120,10 +124,6 @@ def run_triton(call: GatedDeltaCall) -> Result:
         output_final_state=call.output_final_state,
     )
     return result
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @cache
@@ -176,22 +176,12 @@ def _without_flashqla() -> Iterator[None]:
 
 def triton_cannot(situation: Situation) -> str | None:
     """Why our Triton kernels can't serve."""
-    if (reason := _gpu_lacks(situation, torch.bfloat16, torch.float32)) is not None:
-        return reason
-    if situation.head_dim not in TRITON_DIMS:
-        return f"takes head_dim {', '.join(map(str, TRITON_DIMS))}"
-    found = triton_version()
-    if found is None:
-        return "Triton is not installed"
-    if _numbers(found)[:2] < OLDEST_TRITON:
-        return f"needs Triton 3.6 or newer, this is {found}"
-    kernels = _kernels()
-    return kernels if isinstance(kernels, str) else None
+    return triton_lacks(situation, TRITON_DTYPES) or reason_of(_kernels())
 
 
 def flashqla_cannot(situation: Situation) -> str | None:
     """Why FlashQLA can't serve."""
-    if (reason := _gpu_lacks(situation, *HALF)) is not None:
+    if (reason := gpu_lacks(situation, HALF)) is not None:
         return reason
     if situation.head_dim != FLASHQLA_DIM:
         return f"takes head_dim {FLASHQLA_DIM} only"
@@ -201,13 +191,12 @@ def flashqla_cannot(situation: Situation) -> str | None:
         situation.purpose == TRAINING or situation.dtype != torch.bfloat16
     ):
         return "on this GPU it is for bf16 without a backward pass"
-    found = _flashqla()
-    return found if isinstance(found, str) else None
+    return reason_of(_flashqla())
 
 
 def fla_cannot(situation: Situation) -> str | None:
     """Why fla-core can't serve."""
-    if (reason := _gpu_lacks(situation, *HALF)) is not None:
+    if (reason := gpu_lacks(situation, HALF)) is not None:
         return reason
     if situation.head_dim > LARGEST_FLA_DIM:
         return f"takes head_dim up to {LARGEST_FLA_DIM}"
@@ -225,54 +214,21 @@ def no_steps(situation: Situation) -> str | None:
     return "has no kernel for single tokens" if situation.purpose == STEP else None
 
 
-def _gpu_lacks(situation: Situation, *dtypes: torch.dtype) -> str | None:
-    """Why a kernel for GPUs of compute capability 8 and these dtypes can't serve."""
-    if situation.device.type != "cuda":
-        return "needs a CUDA device"
-    if situation.capability < (8, 0):
-        return "needs compute capability 8.0 or newer"
-    if situation.dtype not in dtypes:
-        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"takes {names} only"
-    return None
-
-
 def triton_miscompiles(version: str) -> bool:
     """Whether this version of Triton gets fla-core's gated backward wrong on Hopper GPUs: 3.4.0 to 3.7.0."""
-    return (3, 4, 0) <= _numbers(version) <= (3, 7, 0)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-@cache
-def triton_version() -> str | None:
-    """Triton's version, None where it can't be imported."""
-    found = _imported("triton", "Triton")
-    return None if isinstance(found, str) else str(found.__version__)
+    return (3, 4, 0) <= version_numbers(version) <= (3, 7, 0)
 
 
 @cache
 def _kernels() -> Any:
-    return _imported("archsearch_kernels.gdn.operator", "archsearch_kernels")
+    return imported("archsearch_kernels.gdn.operator", "archsearch_kernels")
 
 
 @cache
 def _fla() -> Any:
-    return _imported("fla.ops.gated_delta_rule", "fla-core")
+    return imported("fla.ops.gated_delta_rule", "fla-core")
 
 
 @cache
 def _flashqla() -> Any:
-    return _imported("flash_qla", "flash-qla")
-
-
-def _imported(module: str, package: str) -> Any:
-    """A module, or the reason why there is none."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        return f"{package} is not installed (no module {error.name})"
-    except Exception as error:  # a broken install raises anything
-        return f"{package} fails to import ({type(error).__name__}: {error})"
+    return imported("flash_qla", "flash-qla")

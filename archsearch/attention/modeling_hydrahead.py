@@ -20,13 +20,16 @@ from .backends import Operator as _Operator  # noqa: F401 - see below
 from .cache import HydraHeadCache, LayerCache
 from .configuration_hydrahead import HydraHeadConfig
 from .delta_rule import gated_delta as _gated_delta  # noqa: F401 - see below
-from .dispatch import set_backend
-from .full import FullHeads, Mask, build_mask
+from .dispatch import fuse_and_scatter, set_backend
+from .full import FullHeads, KeysValues, Mask, build_mask
 from .full_backends import AttentionCall as _AttentionCall  # noqa: F401 - see below
 from .fusion import HeadIndex, RMSNorm, scatter_heads
+from .fusion_backends import FusionCall as _FusionCall  # noqa: F401 - see below
 from .gdn import GatedDeltaHeads
 from .gdn_backends import GatedDeltaCall as _GatedDeltaCall  # noqa: F401 - see below
 from .nha import Lent, NativeHybridHeads
+from .prologue_backends import PrologueCall as _PrologueCall  # noqa: F401 - see below
+from .requirements import never as _never  # noqa: F401 - see below
 from .rotary import PositionEmbeddings, Rotary
 from .window_slots import attend as _attend  # noqa: F401 - see below
 
@@ -78,13 +81,18 @@ class HybridAttention(nn.Module):
             lent = self._lend(keys_values, cache)
         if self.gdn is not None:
             state = None if cache is None else cache.gdn
-            branches.append(self.gdn(x_BTC, position_embeddings, mask.valid_BT, state))
+            # NHA heads, which the fusion's kernel does not read, are put in their places after it.
+            together = self.full is not None and self.nha is None
+            own = self.gdn(x_BTC, position_embeddings, mask.valid_BT, state, fused=not together)
+            if together:
+                return fuse_and_scatter(branches[0], own, self._order)
+            branches.append(own)
         if self.nha is not None:
             window = None if cache is None else cache.nha
             branches.append(self.nha(x_BTC, position_embeddings, mask.valid_BT, window, lent))
         return scatter_heads(branches, self._order)
 
-    def _lend(self, keys_values: tuple[Tensor, Tensor], cache: LayerCache | None) -> Lent | None:
+    def _lend(self, keys_values: KeysValues, cache: LayerCache | None) -> Lent | None:
         """What the FA heads' KV heads give to NHA heads that read the same ones."""
         if self._shared is None:
             return None

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from archsearch.attention import backends, dispatch, full_backends, gdn_backends
+from archsearch.attention import (
+    backends,
+    dispatch,
+    full_backends,
+    fusion_backends,
+    gdn_backends,
+    prologue_backends,
+    requirements,
+)
 from archsearch.attention.backends import (
     INFERENCE,
     STEP,
@@ -215,17 +223,19 @@ class Gpu:
         self.has(capability=(9, 0), triton="3.7.1", kernels=object(), fla=object(), qla=object())
 
     def has(self, **parts: Any) -> None:
-        places = {
-            "capability": (backends, "_capability"),
-            "triton": (gdn_backends, "triton_version"),
-            "kernels": (gdn_backends, "_kernels"),
-            "fla": (gdn_backends, "_fla"),
-            "qla": (gdn_backends, "_flashqla"),
-            "flash": (full_backends, "_flash_attn"),
-            "sdpa": (full_backends, "_sdpa_lacks"),
+        places: dict[str, Any] = {
+            "capability": ("_capability", backends),
+            "triton": ("triton_version", requirements, gdn_backends),
+            "kernels": ("_kernels", gdn_backends, prologue_backends, fusion_backends),
+            "fla": ("_fla", gdn_backends),
+            "qla": ("_flashqla", gdn_backends),
+            "flash": ("_flash_attn", full_backends),
+            "sdpa": ("_sdpa_lacks", full_backends),
         }
-        for name, value in parts.items():
-            self.patch.setattr(*places[name], lambda *_, value=value: value)
+        for part, value in parts.items():
+            name, *modules = places[part]
+            for module in modules:
+                self.patch.setattr(module, name, lambda *_, value=value: value)
 
 
 @pytest.fixture
@@ -278,6 +288,23 @@ def test_reasons_of_gated_delta_backends(
     gpu.has(**machine)
     situation = replace(Situation(CUDA, torch.bfloat16, 128, TRAINING), **change)
     assert reason in str(OPERATORS["gdn"].refusal(backend, situation))
+
+
+@pytest.mark.parametrize("name", ["prologue", "fusion"])
+def test_who_computes_what_is_around_the_heads(gpu: Gpu, name: str) -> None:
+    train = Situation(CUDA, torch.bfloat16, 128, TRAINING)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert served_by(name, replace(train, dtype=dtype)) == "triton"
+    assert served_by(name, replace(train, purpose=STEP)) == "torch"
+    for wrong, reason in (
+        ({"dtype": torch.float64}, "takes bfloat16 and float16 and float32 only"),
+        ({"head_dim": 96}, "takes head_dim 16, 32, 64, 128, 256"),
+        ({"device": CPU}, "needs a CUDA device"),
+    ):
+        assert reason in str(OPERATORS[name].refusal("triton", replace(train, **wrong)))
+        assert served_by(name, replace(train, **wrong)) == "torch"
+    gpu.has(kernels="archsearch_kernels is not installed")
+    assert served_by(name, train) == "torch"
 
 
 def test_order_of_full_attention_backends(gpu: Gpu) -> None:

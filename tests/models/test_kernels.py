@@ -23,10 +23,12 @@ def reset() -> Iterator[None]:
 
 
 def test_the_section_holds_until_the_next_one() -> None:
-    use_kernels(KernelsConfig(full="torch"))
-    assert [operator.wish for operator in OPERATORS.values()] == ["auto", "torch"]
+    use_kernels(KernelsConfig(full="torch", fusion="torch"))
+    wishes = [operator.wish for operator in OPERATORS.values()]
+    assert wishes == ["auto", "torch", "auto", "torch"]
     use_kernels(KernelsConfig(gdn="torch"))
-    assert [operator.wish for operator in OPERATORS.values()] == ["torch", "auto"]
+    wishes = [operator.wish for operator in OPERATORS.values()]
+    assert wishes == ["torch", "auto", "auto", "auto"]
 
 
 @pytest.mark.parametrize("trains", [False, True])
