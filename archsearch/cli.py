@@ -17,7 +17,7 @@ from typing import Annotated, get_args
 import typer
 
 from .config import ScoreMethod
-from .configfile import load_config
+from .configfile import blamed, load_config
 from .console import Printer
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .rundir import RunDir
@@ -85,7 +85,7 @@ def validate(config: ConfigPath, overrides: Overrides = None, debug: Debug = Fal
         from .models.teacher import inspect_teacher
         from .preflight import check_config, check_machine
 
-        with naming(config):
+        with naming(config, overrides):
             check_machine(settings)
             info = inspect_teacher(settings.teacher)
             check_config(settings, info)
@@ -184,7 +184,7 @@ def _run(
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
-    with naming(config):
+    with naming(config, overrides):
         plan = plan_run(settings, place, last=last)
     for line in plan.lines():
         printer.line(line)
@@ -206,18 +206,18 @@ def _score_by(
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
-    with naming(config):
+    with naming(config, overrides):
         plan_run(settings, place, last="scores")
     run_methods(settings, place, printer, methods)
 
 
 @contextlib.contextmanager
-def naming(config: Path) -> Iterator[None]:
-    """Puts the config's path before a ConfigError that names only the field."""
+def naming(config: Path, overrides: list[str] | None) -> Iterator[None]:
+    """Puts the config's path, or the --set that is to blame, before a ConfigError that names only the field."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{config}: {error}") from error
+        raise ConfigError(f"{blamed(config, overrides or [], str(error))}: {error}") from error
 
 
 @contextlib.contextmanager

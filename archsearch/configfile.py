@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from .config import SCHEMA, RunConfig
 from .errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
+OVERRIDE = "--set "
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -155,10 +157,25 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     data = _Reader(str(path), origins).parse(text)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}:1: a config is a mapping of sections, this is {_kind(data)}")
+    written = deepcopy(data)
     for override in overrides:
         _apply(data, override, origins)
     _check_schema(data, origins, str(path))
-    return _validate(data, origins, str(path))
+    return _validate(data, origins, str(path), written)
+
+
+def blamed(path: Path | str, overrides: Sequence[str], message: str) -> str:
+    """Where the values come from that a message `field: problem` is about: a `--set`, or else the file.
+
+    Without one of the field itself, it is one whose dotted path the message names.
+    """
+    for start in (r"\A", r"(?<![\w.])"):
+        for override in reversed(overrides):
+            field = dotted(_steps(override.partition("=")[0]))
+            end = r"(?![\w])" if "." in field else ":"
+            if re.search(start + re.escape(field) + end, message):
+                return f"{OVERRIDE}{override}"
+    return str(path)
 
 
 def _check_schema(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: str) -> None:
@@ -172,10 +189,20 @@ def _check_schema(data: Mapping[str, Any], origins: Mapping[KeyPath, str], sourc
         )
 
 
-def _validate(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: str) -> RunConfig:
+def _parse(data: Mapping[str, Any]) -> RunConfig:
+    # Through JSON, where strict mode still takes an array for a tuple.
+    return RunConfig.model_validate_json(json.dumps(data), strict=True)
+
+
+def _validate(
+    data: Mapping[str, Any],
+    origins: Mapping[KeyPath, str],
+    source: str,
+    written: Mapping[str, Any],
+) -> RunConfig:
+    """The config in data; written is what the file alone says."""
     try:
-        # Through JSON, where strict mode still takes an array for a tuple.
-        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+        return _parse(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
         # A list counts as too short once its entries are wrong: name the entry, not the list.
@@ -190,7 +217,7 @@ def _validate(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: s
         details = [
             d for d in details if not (d["type"] == "missing" and tuple(d["loc"])[:-1] in misspelt)
         ]
-        located = [(_origin(tuple(d["loc"]), origins, source), d) for d in details]
+        located = [(_place(d, origins, source, written), d) for d in details]
         where, detail = min(located, key=lambda pair: _line(pair[0]))
         rest = len(details) - 1
         more = f" (and {rest} more problem{'s' if rest > 1 else ''})" if rest else ""
@@ -205,6 +232,30 @@ def _inside(path: KeyPath, section: KeyPath) -> bool:
 def _line(where: str) -> int:
     number = where.rpartition(":")[2]
     return int(number) if number.isdigit() else 0
+
+
+def _place(
+    detail: ErrorDetails, origins: Mapping[KeyPath, str], source: str, written: Mapping[str, Any]
+) -> str:
+    """Where a fault was written. That of a section as a whole comes from a `--set` if the file alone has it not."""
+    loc = tuple(detail["loc"])
+    overrides = [
+        where
+        for path, where in origins.items()
+        if _inside(path, loc) and where.startswith(OVERRIDE)
+    ]
+    if detail["type"] == "value_error" and overrides and not _has_fault(written, detail):
+        return overrides[-1]
+    return _origin(loc, origins, source)
+
+
+def _has_fault(data: Mapping[str, Any], detail: ErrorDetails) -> bool:
+    try:
+        _parse(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        return (detail["loc"], detail["msg"]) in [(d["loc"], d["msg"]) for d in found]
+    return False
 
 
 def _origin(loc: KeyPath, origins: Mapping[KeyPath, str], source: str) -> str:
@@ -310,10 +361,10 @@ def _all_paths(model: type[BaseModel], prefix: KeyPath = ()) -> list[KeyPath]:
 def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str]) -> None:
     """Puts one `a.b=value` into data. Raises ConfigError where the path does not exist."""
     name, equals, text = override.partition("=")
-    where = f"--set {override}"
+    where = f"{OVERRIDE}{override}"
     if not equals or not name.strip():
         raise ConfigError(f"{where}: write it as path.to.key=value")
-    steps = tuple(int(s) if s.isascii() and s.isdigit() else s for s in name.strip().split("."))
+    steps = _steps(name)
     target: Any = data
     for depth, step in enumerate(steps):
         path = steps[: depth + 1]
@@ -330,6 +381,11 @@ def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str]) -> 
         del origins[known]
     target[steps[-1]] = _Reader(where, origins, numbered=False).parse(text, steps)
     origins[steps] = where
+
+
+def _steps(name: str) -> KeyPath:
+    """The key path of `a.b.0`."""
+    return tuple(int(s) if s.isascii() and s.isdigit() else s for s in name.strip().split("."))
 
 
 def dotted(path: KeyPath) -> str:

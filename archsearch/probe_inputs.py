@@ -52,11 +52,11 @@ def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prom
     for kinds_field, kinds, field, contexts in parts:
         for index, context in enumerate(contexts):
             for kind in (kind for kind in kinds if kind in RETRIEVAL_KINDS):
-                try:
-                    with naming(f"{field}[{index}]"):
-                        _draw(config, tokenizer, kind, 1, context)
-                except UnknownWords as error:
-                    raise ConfigError(f"{kinds_field}: {error.__cause__ or error}") from error
+                with (
+                    _naming_kinds(kinds_field, config, tokenizer, context),
+                    naming(f"{field}[{index}]"),
+                ):
+                    _draw(config, tokenizer, kind, 1, context)
     with naming("data.sequence_length"):
         retrieval_rows(
             tokenizer,
@@ -74,7 +74,7 @@ def _check_general(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_co
     for field, kinds in parts:
         for kind in kinds:
             if kind in GENERAL_KINDS:
-                with naming(field):
+                with _naming_kinds(field, config, tokenizer, max_context), naming(field):
                     probes = _draw(config, tokenizer, kind, GENERAL_DRAWS, max_context)
                     _check_lengths(probes, kind, max_context)
 
@@ -84,10 +84,8 @@ def _check_pairs(
 ) -> Counter[str]:
     """Pairs in the file of each capability."""
     counts = Counter[str]()
-    for capability, probes in read_pairs(path, tokenizer).items():
-        for name, pairs in probes.items():
-            _check_lengths(pairs, f"{path}: {name}", max_context)
-            counts[capability] += len(pairs)
+    for capability, probes in read_pairs(path, tokenizer, max_tokens=max_context).items():
+        counts[capability] += sum(map(len, probes.values()))
         if twice := set(probes) & set(_kinds(scoring, capability)):
             raise ConfigError(f"{path}: probe {min(twice)} is one of ours; allowed: another name")
     return counts
@@ -133,8 +131,40 @@ def _check_lengths(probes: list[Probe], name: str, max_context: int) -> None:
     longest = max((len(probe.prompt) + len(probe.answer) for probe in probes), default=0)
     if longest > max_context:
         raise ConfigError(
-            f"{name}: prompts of {longest} tokens are beyond the teacher's {max_context}"
+            f"{name}: prompts of {longest} tokens are beyond the teacher's {max_context}; allowed: other kinds, or a "
+            "teacher of longer context"
         )
+
+
+@contextmanager
+def _naming_kinds(
+    field: str, config: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int
+) -> Iterator[None]:
+    """Names the kinds that the tokenizer does have words for, where it has none for the one that is drawn."""
+    try:
+        yield
+    except UnknownWords as error:
+        kinds: dict[str, tuple[ProbeKind, ...]] = {
+            "scoring.retrieval": RETRIEVAL_KINDS,
+            "scoring.general": GENERAL_KINDS,
+        }
+        able = [
+            kind
+            for kind in kinds.get(field, (*RETRIEVAL_KINDS, *GENERAL_KINDS))
+            if _can_draw(config, tokenizer, kind, context)
+        ]
+        allowed = ", ".join(able) or "[] only"
+        raise ConfigError(f"{field}: {error.__cause__ or error}; allowed: {allowed}") from error
+
+
+def _can_draw(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind: ProbeKind, context: int
+) -> bool:
+    try:
+        _draw(config, tokenizer, kind, 1, context)
+    except ConfigError:
+        return False
+    return True
 
 
 @contextmanager

@@ -53,7 +53,10 @@ def test_a_path_where_nothing_lies_is_status_2_and_names_its_field(run_config: P
         overrides = ["--set", "data.heldout.source=file", "--set", "data.heldout.path=/"]
         status, output = call("validate", run_config, *overrides, "--set", f"{field}=/nowhere")
         assert status == 2
-        assert output.endswith(f": {field}: /nowhere: no such file or folder\n")
+        assert (
+            output
+            == f"archsearch: --set {field}=/nowhere: {field}: /nowhere: no such file or folder\n"
+        )
 
 
 def test_a_package_that_is_not_installed_is_status_3(run_config: Path) -> None:
@@ -74,7 +77,7 @@ def test_constraint_that_no_map_meets_is_status_2_before_the_search(run_config: 
     status, output = call("validate", run_config, "--set", bound)
     assert status == 2
     assert "smallest" in output
-    assert output.startswith(f"archsearch: {run_config}: search.constraints[0].max: ")
+    assert output.startswith(f"archsearch: --set {bound}: search.constraints[0].max: ")
 
 
 def test_context_beyond_the_teacher_is_status_2(run_config: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from archsearch.config import RunConfig
-from archsearch.configfile import load_config
+from archsearch.configfile import blamed, load_config
 from archsearch.errors import ConfigError
 
 BASE = "schema: 1\nname: a\nteacher:\n  source: x\n"
@@ -219,6 +219,52 @@ def test_an_override_can_repair_the_file(tmp_path: Path) -> None:
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:
     assert refusal(tmp_path, BASE, override).startswith(f"--set {override}: {message}")
+
+
+def test_a_fault_of_a_section_is_blamed_on_the_override_that_made_it(tmp_path: Path) -> None:
+    text = BASE + "scoring:\n  general: []\n  pairs: 3\n"
+    fault = "scoring: retrieval, general and pairs_file are all empty: nothing to score heads by"
+    overrides = ("scoring.pairs=5", "scoring.retrieval=[]")
+    assert refusal(tmp_path, text, *overrides) == f"--set scoring.retrieval=[]: {fault}"
+    # What the file has wrong by itself stays the file's.
+    text += "  retrieval: []\n"
+    assert refusal(tmp_path, text, "scoring.pairs=5") == f"run.yaml:5: {fault}"
+    assert refusal(tmp_path, text, "seed=5") == f"run.yaml:5: {fault}"
+
+
+@pytest.mark.parametrize(
+    ("message", "overrides", "place"),
+    [
+        (
+            "scoring.contexts[1]: too short",
+            ["scoring.contexts=[9, 1]"],
+            "--set scoring.contexts=[9, 1]",
+        ),
+        ("scoring.contexts: too long", ["scoring.contexts_=1", "seed=1"], "a.yaml"),
+        (
+            "search.objectives[0].metric: x",
+            ["search.objectives.0.metric=x"],
+            "--set search.objectives.0.metric=x",
+        ),
+        (
+            "scoring.min_pairs: 4, but scoring.retrieval has",
+            ["scoring.retrieval=[]"],
+            "--set scoring.retrieval=[]",
+        ),
+        (
+            "scoring.min_pairs: 4, but scoring.retrieval has",
+            ["scoring.min_pairs=4", "scoring.retrieval=[]"],
+            "--set scoring.min_pairs=4",
+        ),
+        ("a/run: started with another config (seed: 3 -> 4)", ["seed=4"], "--set seed=4"),
+        ("x: one of ours; allowed: another name", ["name=b"], "a.yaml"),
+        ("seed: x", [], "a.yaml"),
+    ],
+)
+def test_later_faults_are_blamed_on_overrides_too(
+    message: str, overrides: list[str], place: str
+) -> None:
+    assert blamed("a.yaml", overrides, message) == place
 
 
 def test_every_config_in_the_repository_loads() -> None:

@@ -235,7 +235,7 @@ PAIR = {"clean": "the number is", "corrupt": "the city is", "answer": "old", "di
         ([json.dumps(PAIR | {"clean": "the number is " * 100})], r"pairs\.jsonl:1: "),
         (
             [json.dumps(PAIR | {key: PAIR[key] + " is" * 300 for key in ("clean", "corrupt")})],
-            r"pairs\.jsonl: pairs: prompts of \d+ tokens are beyond the teacher's 256",
+            r"pairs\.jsonl:1: prompt and answer of \d+ tokens are beyond the teacher's 256; allowed: 1 to 256 ",
         ),
     ],
 )
@@ -303,5 +303,12 @@ def test_own_pairs_do_not_take_the_name_of_a_kind(run_config: Path, tmp_path: Pa
 
 def test_retrieval_kinds_that_a_tokenizer_cannot_say_are_named() -> None:
     tiny = Path("search_spaces/tiny.yaml")
-    with pytest.raises(ConfigError, match=r"^scoring\.retrieval: tracking probes: .* no token"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^scoring\.retrieval: .*tracking probes: .* no token .*; allowed: single, multikey, multiquery$",
+    ):
         examine(tiny, "scoring.retrieval=[single,tracking]")
+    with pytest.raises(
+        ConfigError, match=r"^scoring\.general: .*copying probes: .*; allowed: \[\] only$"
+    ):
+        examine(tiny, "scoring.general=[copying]")

@@ -19,19 +19,26 @@ OPENING = "([{<\"'"
 """After these at the end of a prompt, the answer follows without a space."""
 
 
-def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, list[Probe]]]:
+def read_pairs(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None
+) -> dict[str, dict[str, list[Probe]]]:
     """The pairs of the file by capability and sub-probe, in the order of the file.
 
     Every line is an object of strings: clean and corrupt are prompts without the answer, which follows after
     a space unless clean ends in whitespace or an opening bracket or quote; answer is what clean calls for,
-    distractor what corrupt does. Raises ConfigError: `FILE:LINE: field ...` for a line that is no such object
-    or whose tokens do not line up, `FILE: ...` for a file without pairs or one that cannot be read.
+    distractor what corrupt does. Raises ConfigError: `FILE:LINE: field ...` for a line that is no such object,
+    whose tokens do not line up, or whose prompt and answer take more than max_tokens; `FILE: ...` for a file without pairs or one that cannot be read.
     """
     found: dict[str, dict[str, list[Probe]]] = {}
     for where, line in _lines(path):
         fields = _fields(line, where)
         capability, name = fields["capability"], fields["probe"]
         probe = _probe(fields, tokenizer, where)
+        if max_tokens is not None and probe.context > max_tokens:
+            raise ConfigError(
+                f"{where}: prompt and answer of {probe.context} tokens are beyond the teacher's {max_tokens}; allowed: "
+                f"1 to {max_tokens} together"
+            )
         found.setdefault(capability, {}).setdefault(name, []).append(probe)
     if not found:
         raise ConfigError(f"{path}: holds no pairs; allowed: a line of JSON for each")

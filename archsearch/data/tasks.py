@@ -101,9 +101,7 @@ def _first_aligned(
             return probe
         unknown = True
     if unknown:
-        raise UnknownWords(
-            f"{kind} probes: this tokenizer has no token for some of their words; allowed: other kinds"
-        )
+        raise UnknownWords(f"{kind} probes: this tokenizer has no token for some of their words")
     field = "probes.digits: " if kind in SCENES else ""
     raise ConfigError(
         f"{field}{kind} probes: with this tokenizer {_DRAWS} draws gave no two prompts of equally many "
