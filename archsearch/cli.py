@@ -55,7 +55,7 @@ def run(
 ) -> None:
     """Searches from a config to a Pareto front; the same command again resumes."""
     with faults(debug):
-        _run(config, overrides, run_dir, last="report", dry_run=dry_run)
+        _run(config, overrides, run_dir, last="report", dry_run=dry_run, tells_backends=True)
 
 
 @app.command()
@@ -72,9 +72,9 @@ def score(
     """Runs up to the head scores and writes scores.json and scores/."""
     with faults(debug):
         if methods:
-            _score_by(config, overrides, run_dir, methods)
+            _score_by(config, overrides, run_dir, methods, debug=debug)
         else:
-            _run(config, overrides, run_dir, last="scores", dry_run=False)
+            _run(config, overrides, run_dir, last="scores", tells_backends=debug)
 
 
 @app.command()
@@ -175,12 +175,13 @@ def _run(
     run_dir: Path | None,
     *,
     last: str,
-    dry_run: bool,
+    dry_run: bool = False,
+    tells_backends: bool,
 ) -> None:
     settings = load_config(config, overrides or [])
     from .pipeline import plan_run, run_stages
 
-    logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO)
+    _tell_backends(tells_backends)
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
@@ -193,7 +194,12 @@ def _run(
 
 
 def _score_by(
-    config: Path, overrides: list[str] | None, run_dir: Path | None, names: list[str]
+    config: Path,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    names: list[str],
+    *,
+    debug: bool,
 ) -> None:
     methods = [method for method in get_args(ScoreMethod) if method in names]
     if unknown := set(names) - set(methods):
@@ -202,13 +208,18 @@ def _score_by(
     settings = load_config(config, overrides or [])
     from .pipeline import plan_run, run_methods
 
-    logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO)
+    _tell_backends(debug)
     printer = Printer()
     place = RunDir(run_dir or Path("runs") / settings.name)
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
     with naming(config, overrides):
         plan_run(settings, place, last="scores")
     run_methods(settings, place, printer, methods)
+
+
+def _tell_backends(all_of_them: bool) -> None:
+    """Whether each choice of a backend is said, or slow ones alone."""
+    logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO if all_of_them else logging.WARNING)
 
 
 @contextlib.contextmanager

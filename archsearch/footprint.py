@@ -40,13 +40,16 @@ class Footprint:
     disk: int
 
 
-def footprint(config: RunConfig, info: TeacherInfo, device: str) -> Footprint:
-    """What the run takes; device is "cpu" or "cuda"."""
-    workers = config.execution.workers if config.execution.executor == "ray" else 0
+def footprint(
+    config: RunConfig, info: TeacherInfo, device: str, *, searches: bool = True
+) -> Footprint:
+    """What the run takes, or its stages before the search; device is "cpu" or "cuda"."""
+    workers = config.execution.workers if searches and config.execution.executor == "ray" else 0
     # Stages before the search run in this process, which lets go of its models before the workers come.
-    model = max(_scoring_bytes(config, info), (workers or 1) * worker_bytes(config, info, device))
+    trials = (workers or 1) * worker_bytes(config, info, device) if searches else 0
+    model = max(_scoring_bytes(config, info), trials)
     processes = (1 + workers + (1 if workers else 0)) * PROCESS_BYTES[device]
-    disk = _disk_bytes(config, info)
+    disk = _disk_bytes(config, info, searches=searches)
     if device == "cpu":
         return Footprint(model + processes, 0, disk)
     # Weights pass through host memory on their way.
@@ -93,12 +96,12 @@ def _scoring_bytes(config: RunConfig, info: TeacherInfo) -> int:
     return held + max(aligning, min(pieces, round(scoring.memory_gib * GIB)))
 
 
-def _disk_bytes(config: RunConfig, info: TeacherInfo) -> int:
+def _disk_bytes(config: RunConfig, info: TeacherInfo, *, searches: bool) -> int:
     twins = 4 * _twin_parameters(info)
     checkpoint = 3 * twins if config.supernet.source == TRAIN else 0
     # A distilled candidate is stored in fp16; later rungs take some third of them.
     stored = config.search.trials if config.search.proxy_tokens[0] else config.search.trials // 3
-    distilled = stored * twins // 2 if max(config.search.proxy_tokens) else 0
+    distilled = stored * twins // 2 if searches and max(config.search.proxy_tokens) else 0
     return checkpoint + twins + distilled + 64 * MIB
 
 

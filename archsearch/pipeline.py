@@ -35,7 +35,7 @@ def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> P
     check_config(config, info)
     run_dir.check_frozen(config, scored_inputs(config))
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
-    plan = make_plan(config, info, finished)
+    plan = make_plan(config, info, finished, last=last)
     check_memory(plan)
     run_dir.require_disk(plan.needs.disk)
     return plan
@@ -82,7 +82,7 @@ def run_methods(
 def _best(scores: ScoreTables) -> str:
     """The heads that score highest."""
     heads = top_heads(scores.heads, BEST_HEADS)
-    return ", ".join(f"L{layer} H{head} {scores.heads[layer][head]:.3g}" for layer, head in heads)
+    return ", ".join(f"L{layer} H{head} {scores.heads[layer][head]:z.3g}" for layer, head in heads)
 
 
 @contextmanager

@@ -168,10 +168,11 @@ def make_plan(
     info: TeacherInfo,
     finished: Collection[str] = (),
     *,
+    last: str = STAGES[-1],
     rate_flops: float | None = None,
     device: str | None = None,
 ) -> Plan:
-    """Estimates a run from the teacher's size and a matmul rate, measured here and now if not given.
+    """Estimates a run up to the stage `last` from the teacher's size and a matmul rate, measured here and now if not given.
 
     device is "cpu" or "cuda", the config's where it is None.
     """
@@ -186,15 +187,19 @@ def make_plan(
         "search": _search(config, info, speed),
         "report": ("Pareto plot, head maps, pareto.json", 0.0),
     }
-    stages = tuple(PlannedStage(name, *work[name], finished=name in finished) for name in STAGES)
-    return Plan(stages, footprint(config, info, place.type), rate, _gpu_room(config, place))
+    names = STAGES[: STAGES.index(last) + 1]
+    stages = tuple(PlannedStage(name, *work[name], finished=name in finished) for name in names)
+    searches = "search" in names
+    needs = footprint(config, info, place.type, searches=searches)
+    return Plan(stages, needs, rate, _gpu_room(config, place, searches=searches))
 
 
-def _gpu_room(config: RunConfig, place: torch.device) -> int:
-    """Memory in bytes of the GPUs that the run's workers share."""
+def _gpu_room(config: RunConfig, place: torch.device, *, searches: bool) -> int:
+    """Memory in bytes of the GPUs that the run's workers share, or of that of the stages before the search."""
     if place.type == "cpu":
         return 0
-    count = math.ceil(_workers(config) * config.execution.gpus_per_worker) or 1
+    share = _workers(config) * config.execution.gpus_per_worker if searches else 1
+    count = math.ceil(share) or 1
     present = range(min(count, torch.cuda.device_count()))
     return sum(torch.cuda.get_device_properties(index).total_memory for index in present)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from archsearch import stages
-from archsearch.cli import app
+from archsearch.cli import KERNEL_CHOICES, app
 from archsearch.config import ScoreMethod
 from archsearch.configfile import load_config
 from archsearch.console import Printer
@@ -120,7 +121,9 @@ def test_plan_marks_finished_stages(finished: tuple[Path, Path, str]) -> None:
 
 
 def score(config: Path, run_dir: Path, *methods: str) -> str:
-    chosen = [word for method in methods for word in ("--method", method)]
+    options = [word for word in methods if word.startswith("--")]
+    names = [word for word in methods if word not in options]
+    chosen = [*options, *(word for name in names for word in ("--method", name))]
     result = CliRunner().invoke(app, ["score", str(config), "--run-dir", str(run_dir), *chosen])
     assert result.exit_code == 0, result.output
     return result.output
@@ -130,6 +133,20 @@ def test_the_scores_close_with_pairs_and_methods(finished: tuple[Path, Path, str
     _, _, output = finished
     (line,) = (row for row in output.splitlines() if row.startswith("scores "))
     assert "user 6 of 6 pairs kept; causal, replacement_kl" in line
+
+
+def test_score_says_what_it_does_and_no_more(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    for options in ((), ("attribution",)):
+        output = score(finished[0], tmp_path / "run", *options)
+        for word in ("search", "report", "trials", "serves"):
+            assert not any(line.lstrip().startswith(word) for line in output.splitlines())
+        assert "-0.000" not in output
+    chosen = logging.getLogger(KERNEL_CHOICES)
+    assert chosen.level == logging.WARNING
+    score(finished[0], tmp_path / "run", "attribution", "--debug")
+    assert chosen.level == logging.INFO
 
 
 def test_scores_are_added_to_a_finished_run(

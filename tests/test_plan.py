@@ -69,6 +69,17 @@ def test_plan_has_every_stage_and_leaves_out_the_finished(run_config: Path) -> N
     assert sum("done" in line for line in rest.lines()) == 3
 
 
+def test_a_plan_up_to_the_scores_has_no_search_in_it(run_config: Path) -> None:
+    config = load_config(run_config, ["execution.executor=ray", "execution.workers=2"])
+    whole = make_plan(config, INFO, rate_flops=RATE)
+    part = make_plan(config, INFO, last="scores", rate_flops=RATE)
+    assert [stage.name for stage in part.stages] == list(STAGES[:4])
+    assert part.seconds < whole.seconds
+    assert part.needs.host < whole.needs.host
+    assert part.needs.disk < whole.needs.disk
+    assert not any("trials" in line or "report" in line for line in part.lines())
+
+
 def test_more_work_takes_longer_and_more_workers_more_memory(run_config: Path) -> None:
     few = make_plan(load_config(run_config, []), INFO, rate_flops=RATE)
     many = make_plan(load_config(run_config, ["search.trials=500"]), INFO, rate_flops=RATE)

@@ -83,7 +83,7 @@ def colour_bar(axis: Axis, x: float, y: float, name: str, width: float = BAR) ->
 
 def _bar_labels(axis: Axis, apart: float) -> list[tuple[float, str]]:
     """Both ends of a bar as (share, text), and the ticks between that leave room for them."""
-    labels = [(0.0, f"{axis.low:.2g}")]
+    labels = [(0.0, f"{axis.low:z.2g}")]
     for tick in axis.ticks:
         share = axis.pixel(tick)
         if labels[-1][0] + apart <= share <= 1 - apart:
@@ -126,7 +126,7 @@ def _strip(panel: Panel, groups: Rows, axis: Axis, cell: float) -> list[str]:
         return top + group * (cell + 1)
 
     def text(layer: int, group: int) -> str:
-        return f"layer {layer}, KV head {group}\nwhole group {groups[layer][group]:.3g}"
+        return f"layer {layer}, KV head {group}\nwhole group {groups[layer][group]:z.3g}"
 
     caption = (
         f'<text x="{LEFT:g}" y="{top - 4:g}" font-size="9.5" fill="{MUTED}">whole KV groups</text>'

@@ -49,13 +49,13 @@ def head_text(scores: Scores, layer: int, head: int) -> str:
 
 def value_text(values: Rows, spread: Rows | None, layer: int, head: int) -> str:
     """A head's composite in 3 digits, with its standard error where it was measured."""
-    text = f"{values[layer][head]:.3g}"
+    text = f"{values[layer][head]:z.3g}"
     return text if spread is None else f"{text} ± {spread[layer][head]:.2g}"
 
 
 def effect_text(values: Rows, spread: Rows | None, layer: int, head: int) -> str:
     """An effect on a head in 3 decimals: 1 is the whole difference between clean and corrupt."""
-    text = f"{values[layer][head]:.3f}"
+    text = f"{values[layer][head]:z.3f}"
     return text if spread is None else f"{text} ± {spread[layer][head]:.3f}"
 
 

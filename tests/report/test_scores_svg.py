@@ -11,7 +11,14 @@ import pytest
 from archsearch.headmap import ModelShape
 from archsearch.report.scales import RAMP
 from archsearch.report.score_records import Scores, scores_from_json
-from archsearch.report.scores_svg import MAX_WIDTH, head_text, method_svg, scores_svg
+from archsearch.report.scores_svg import (
+    MAX_WIDTH,
+    effect_text,
+    head_text,
+    method_svg,
+    scores_svg,
+    value_text,
+)
 
 from .runs import SHAPE, old_score_data, score_data
 
@@ -146,3 +153,9 @@ def test_equal_scores_are_drawn(value: float) -> None:
     svg = method_svg(scores_from_json(data, SHAPE))
     assert len(having(panels(svg)["learned gates (DuoAttention)"], "head")) == 24
     assert "nan" not in svg
+
+
+@pytest.mark.parametrize("value", [-0.0, -1e-5])
+def test_a_zero_has_no_sign(value: float) -> None:
+    assert effect_text([[value]], None, 0, 0) == "0.000"
+    assert value_text([[-0.0]], None, 0, 0) == "0"
