@@ -215,16 +215,16 @@ def retreat(
         d_written = tl.dot(d_inner, tl.trans(keys), input_precision=PRECISION)
         d_written *= write_key[None, :]
         dout = tl.trans(dout)
+        d_state *= tl.exp2(total)
+        asked = (dout.to(tl.float32) * read_query[None, :]).to(keys.dtype)
+        d_state = tl.dot(asked, queries, acc=d_state, input_precision=PRECISION)
         d_written = tl.dot(dout, local, acc=d_written, input_precision=PRECISION)
         rest = tl.dot(d_written.to(x.dtype), x, input_precision=PRECISION)
         if not SUMMARIZE:
             rest_at = d_rest + place * (C * D) + column + i[:, None] * D + e[None, :]
             tl.store(rest_at, tl.trans(rest.to(keys.dtype)))
         rest = (rest * -read_key[None, :]).to(keys.dtype)
-        d_state *= tl.exp2(total)
         d_state = tl.dot(rest, keys, acc=d_state, input_precision=PRECISION)
-        asked = (dout.to(tl.float32) * read_query[None, :]).to(keys.dtype)
-        d_state = tl.dot(asked, queries, acc=d_state, input_precision=PRECISION)
         total = next_total
     if SUMMARIZE:
         write_state(d_starts, tl.trans(d_state), row * heads + head, column, D, V)
