@@ -50,6 +50,10 @@ for folder in sys.argv[1:]:
 assert not any(name.startswith("archsearch") for name in sys.modules)
 tables = [module for name, module in sys.modules.items() if name.endswith(".dispatch") and "_modules." in name]
 assert tables and all(table.OPERATORS["full"].wish == "torch" for table in tables), tables
+ours = [module for name, module in sys.modules.items()
+        if "_modules." in name and name.endswith(("gdn_backends", "prologue_backends", "fusion_backends"))]
+assert len(ours) == 3 * len(tables), ours
+assert all("archsearch_kernels is not installed" in module._kernels() for module in ours), ours
 """
 
 

@@ -59,7 +59,8 @@ def run_triton(call: FusionCall) -> Tensor:
         bias_RD=call.bias_nD,
         gate_BTED=gate,
         gate_factor=2.0,
-        norm_eps=call.norm_eps or 0.0,
+        # Taken even where no head is normed: rows of zeros must not make infinities.
+        norm_eps=1e-6 if call.norm_eps is None else call.norm_eps,
     )
     return output.view(batch, tokens, len(heads), dim)
 

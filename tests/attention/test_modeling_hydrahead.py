@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 
 from archsearch.attention.modeling_hydrahead import (
@@ -144,6 +145,15 @@ def test_heads_are_what_o_proj_sees(model: HydraHeadForCausalLM) -> None:
     x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
     rope = model.model.rotary.tables(torch.arange(9)[None], x.dtype)
     torch.testing.assert_close(attention.heads(x, rope).flatten(-2), seen[0])
+
+
+def test_offloaded_weights_give_the_same(model: HydraHeadForCausalLM) -> None:
+    """They are there only while their own module runs."""
+    ids = draw(1, 9)
+    expected = model(ids).logits
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].input_layernorm.weight.is_meta
+    assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])
