@@ -190,6 +190,15 @@ def test_own_pairs_join_a_capability_or_make_their_own(tiny: Teacher, tmp_path: 
     assert found["user"]["pairs"].drawn == 1
 
 
+def test_the_example_of_the_readme_is_usable(tiny: Teacher, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = (row for row in text.splitlines() if row.startswith('{"clean": '))
+    path = tmp_path / "own.jsonl"
+    path.write_text(line)
+    config = config_of({"retrieval": (), "pairs_file": str(path), "min_pairs": 1})
+    assert len(draw_pairs(tiny, config, seed=1)["user"]["pairs"].pairs) == 1
+
+
 def test_own_pairs_may_not_take_our_names(tiny: Teacher, tmp_path: Path) -> None:
     path = write_pairs(
         tmp_path / "pairs.jsonl", [own_pair(tiny, 0, capability="retrieval", probe="single")]
