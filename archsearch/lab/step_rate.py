@@ -37,11 +37,12 @@ from .kernel_timing import FLOOR, limit
 from .records import LabBook
 
 SETUPS = {
-    "triton": {"gdn": "triton", "full": "auto"},
-    "torch": {"gdn": "torch", "full": "sdpa"},
-    "fla": {"gdn": "fla", "full": "sdpa"},
+    "triton": {"gdn": "triton", "full": "auto", "prologue": "triton", "fusion": "triton"},
+    "torch": {"gdn": "torch", "full": "sdpa", "prologue": "torch", "fusion": "torch"},
+    "fla": {"gdn": "fla", "full": "sdpa", "prologue": "torch", "fusion": "torch"},
 }
-"""After these kernels, and before them: SDPA's own choice of kernels, with the delta rule in plain torch or by fla-core."""
+"""After these kernels, and before them: SDPA's own choice of kernels and torch ops, with the delta rule in plain torch or by
+fla-core."""
 WARMUP_STEPS, STEPS = 2, 5
 FULL_HEADS_A_LAYER = 2
 MATMUL_SIZE = 8192
