@@ -34,8 +34,8 @@ LAUNCH: dict[str, dict[str, int]] = {
     "attend": {"num_stages": 2},
 }
 """How bf16 kernels are compiled. maxnreg: four programs a multiprocessor are worth a few spilled registers."""
-SHARED_BYTES_OF_STAGES = 150 * 1024
-"""Shared memory a program, from which on two tiles in flight fit; fp32 tiles never do."""
+SHARED_BYTES_OF_STAGES = {3: 220 * 1024, 2: 150 * 1024, 1: 0}
+"""Shared memory a program, from which on so many tiles in flight fit; of fp32 tiles only one does."""
 
 INNER = {torch.bfloat16: tl.float16, torch.float32: tl.float32}
 PRECISION = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
@@ -77,11 +77,13 @@ class Call:
         """What is fixed when a kernel is compiled; no head count is among it."""
         dtype = self.q_BTHD.dtype
         options: dict[str, Any] = {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype]}
-        options |= {"num_warps": 8, **launch} if columns > 64 else {"num_warps": 4, **launch}
-        if columns <= 64 and "num_stages" in launch:
-            options["num_stages"] = min(launch["num_stages"], 2)  # two programs a multiprocessor
-        if dtype != torch.bfloat16 or shared_bytes(self.q_BTHD.device) < SHARED_BYTES_OF_STAGES:
-            options |= {"num_stages": 1}
+        options |= {"num_warps": 8 if columns > 64 else 4, **launch}
+        # With few columns two programs share a multiprocessor.
+        most = 1 if dtype != torch.bfloat16 else (3 if columns > 64 else 2)
+        if "num_stages" in launch:
+            options["num_stages"] = min(
+                launch["num_stages"], most, _most_stages(self.q_BTHD.device)
+            )
         if dtype != torch.bfloat16:
             options.pop("maxnreg", None)
         return options
@@ -370,12 +372,13 @@ def _check_state(state: Tensor | None, shape: tuple[int, ...], device: torch.dev
 
 
 @cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have."""
+def _most_stages(device: torch.device) -> int:
+    """Tiles in flight that the shared memory of this device has room for."""
     if device.type != "cuda":  # Triton's interpreter
-        return SHARED_BYTES_OF_STAGES
+        return 1
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0))
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 0))
+    return next(stages for stages, least in SHARED_BYTES_OF_STAGES.items() if shared >= least)
 
 
 @cache
