@@ -199,7 +199,7 @@ def test_tokens_without_gates_have_finite_gradients() -> None:
 
 def num_compilations() -> int:
     passes = (kernels.replay, kernels.retreat, kernels.link_back)
-    stages = (*passes, gradient_kernels.gradients, gradient_kernels.gather)
+    stages = (*passes, gradient_kernels.gradients, gradient_kernels.gates)
     return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
 
 

@@ -30,7 +30,7 @@ LAUNCH: dict[str, dict[str, int]] = {
     "retreat_alone": {"num_stages": 2},
     "link_back": {"num_warps": 4, "num_stages": 2},
     "gradients": {"num_warps": 4, "num_stages": 2},
-    "gather": {"num_warps": 4, "num_stages": 1},
+    "gates": {"num_warps": 4, "num_stages": 1},
 }
 """How bf16 kernels are compiled."""
 LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
@@ -38,11 +38,11 @@ LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
 WIDEST_ROW_BYTES = 256
 """Rows of q up to which 4 warps have the registers for `gradients`."""
 
-GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 32, 128: 32, 256: 32}
-"""Columns of the states that `gradients` has on chip at once, by head_dim."""
+GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
+"""Columns of the states that `gradients` has on chip at once, by head_dim; half of them in fp32."""
 
-GATHERED_TOKENS = 16
-"""Tokens of one program of `gather`."""
+GATE_HEADS = 16
+"""Heads of one program of `gates`."""
 
 
 class Gates(NamedTuple):
@@ -122,6 +122,11 @@ def _options(call: Call, kernel: str) -> dict[str, Any]:
     if kernel == "gradients" and call.dim * dtype.itemsize > WIDEST_ROW_BYTES:
         launch = {**launch, "num_warps": 8}
     return {"D": call.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
+
+
+def _gradient_columns(call: Call) -> int:
+    columns = GRADIENT_COLUMNS[call.dim]
+    return columns if call.q_BTHD.dtype == torch.bfloat16 else max(16, columns // 2)
 
 
 def _replay(call: Call, links: Links | None, states: _States) -> None:
@@ -215,18 +220,18 @@ def _gradients(
     if readers.idle.numel() > 0:
         for x in (dq, da, db):
             x.index_fill_(2, readers.idle, 0)
+    d_rows = torch.empty(plan.num_chunks, call.heads, 2, CHUNK, device=q.device)
+    d_totals = torch.empty(plan.num_chunks, call.heads, device=q.device)
     d_decay = torch.empty(2, call.heads, plan.num_chunks, device=q.device)
     chunks = plan.num_segments * plan.chunks_per_segment
-    gradient_kernels.gradients[(chunks * call.heads,)](
+    gradient_kernels.gradients[(chunks * kv_heads,)](
         q,
         call.k_BTGD,
         do,
-        *gates,
         call.q_index_n,
-        call.kv_index_n,
+        readers.order_n,
         readers.first_of,
         plan.segments,
-        call.local,
         call.factors,
         call.g,
         call.c,
@@ -237,42 +242,39 @@ def _gradients(
         dq,
         dk,
         dv,
-        da,
-        db,
-        d_decay,
+        d_rows,
+        d_totals,
         call.heads,
         q_heads,
         kv_heads,
         tokens,
         plan.chunks_per_segment,
-        plan.num_chunks,
         *q.stride()[:3],
         *call.k_BTGD.stride()[:3],
         *do.stride()[:3],
-        *gates.a_BTH.stride()[:2],
-        *gates.b_BTH.stride()[:2],
         call.dim**-0.5,
-        V=GRADIENT_COLUMNS[call.dim],
+        V=_gradient_columns(call),
         **_options(call, "gradients"),
     )
-    gradient_kernels.gather[(chunks * kv_heads * (CHUNK // GATHERED_TOKENS),)](
-        call.k_BTGD,
-        readers.order_n,
-        readers.first_of,
+    gradient_kernels.gates[(chunks * -(-call.heads // GATE_HEADS),)](
+        *gates,
+        call.q_index_n,
         plan.segments,
-        states.written,
-        states.d_rest,
-        dk,
-        dv,
+        d_rows,
+        d_totals,
+        da,
+        db,
+        d_decay,
         call.heads,
-        kv_heads,
+        q_heads,
         tokens,
         plan.chunks_per_segment,
-        *call.k_BTGD.stride()[:3],
-        D=call.dim,
+        plan.num_chunks,
+        *gates.a_BTH.stride()[:2],
+        *gates.b_BTH.stride()[:2],
         C=CHUNK,
-        R=GATHERED_TOKENS,
-        **LAUNCH["gather"],
+        H=GATE_HEADS,
+        **LAUNCH["gates"],
     )
     sums = torch.zeros(2, q_heads, device=q.device)
     sums.index_copy_(1, call.q_index_n.long(), d_decay.sum(2))
