@@ -144,6 +144,7 @@ def gradients(
         k_at = k + batch * k_sb + at * k_st + kv_head * k_sh + (i[:, None] * k_st + d[None, :])
         keys = tl.load(k_at, mask=rows, other=0.0)
         queries = tl.load(q_at, mask=rows, other=0.0)
+        query_norm = inverse_norm(queries)
         factors = factors_in + place * (3 * C) + i
         g = tl.load(g_in + place * C + i)
         c = tl.load(c_in + place * C + i)
@@ -153,7 +154,6 @@ def gradients(
         between = tl.exp2(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
         d_a *= tl.where(i[:, None] == i[None, :], 0.0, between) * -tl.exp2(g + c)[:, None]
         d_a_inner = d_a.to(keys.dtype)
-        query_norm = inverse_norm(queries)
         d_local *= between * (query_norm * scale)[:, None]
         d_local_inner = d_local.to(queries.dtype)
         dq_rows *= tl.load(factors + 2 * C)[:, None]
@@ -183,12 +183,13 @@ def gradients(
             overlap = tl.dot(state, d_state, acc=overlap, input_precision=PRECISION)
         overlap = tl.sum(tl.where(e[:, None] == e[None, :], overlap, 0.0), axis=1)
         d_total = tl.sum(overlap) * tl.exp2(tl.load(g_in + place * C + C - 1))
-        handed_rows *= tl.load(factors + C)[:, None]
-        handed = dots(key_rows, handed_rows)
+        write_key = tl.load(factors + C)
+        handed = dots(key_rows, handed_rows) * write_key
         tl.store(d_totals + place, d_total + tl.sum(handed))
         tl.store(rows_out + place * (2 * C) + i, asked + 2 * reading - along - handed)
         along = (along + handed) * tl.exp2(2 * (g + c))
-        dk_rows += handed_rows - key_rows.to(tl.float32) * along[:, None]
+        dk_rows += handed_rows * write_key[:, None]
+        dk_rows -= key_rows.to(tl.float32) * along[:, None]
         dk_at = dk + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + d[None, :])
         if entry > first:
             dk_rows += tl.load(dk_at, mask=rows, other=0.0).to(tl.float32)
