@@ -24,7 +24,7 @@ kernels = pytest.importorskip("archsearch_kernels.gdn.backward_kernels")
 gradient_kernels = pytest.importorskip("archsearch_kernels.gdn.gradient_kernels")
 operator = pytest.importorskip("archsearch_kernels.gdn.operator")
 
-TOLERANCE = {torch.float32: 1e-4 if DEVICE == "cpu" else 5e-4, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 2e-4 if DEVICE == "cpu" else 5e-4, torch.bfloat16: 1e-2}
 INDICES = ("q_index_n", "kv_index_n")
 SUMS_OVER_TOKENS = ("A_log_H", "dt_bias_H")
 """One number a head, in which tokens' gradients of either sign cancel, but not the rounding of bf16 in each: twice the error."""
@@ -199,7 +199,8 @@ def test_tokens_without_gates_have_finite_gradients() -> None:
 
 def num_compilations() -> int:
     passes = (kernels.replay, kernels.retreat, kernels.link_back)
-    stages = (*passes, gradient_kernels.gradients, gradient_kernels.gates)
+    products = (gradient_kernels.query_gradients, gradient_kernels.key_gradients)
+    stages = (*passes, *products, gradient_kernels.gates)
     return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
 
 

@@ -29,7 +29,8 @@ LAUNCH: dict[str, dict[str, int]] = {
     "retreat": {"num_stages": 3},
     "retreat_alone": {"num_stages": 2},
     "link_back": {"num_warps": 4, "num_stages": 2},
-    "gradients": {"num_warps": 4, "num_stages": 2},
+    "query_gradients": {"num_warps": 4, "num_stages": 2},
+    "key_gradients": {"num_warps": 4, "num_stages": 2},
     "gates": {"num_warps": 4, "num_stages": 1},
 }
 """How bf16 kernels are compiled."""
@@ -119,7 +120,7 @@ def gdn_backward(
 def _options(call: Call, kernel: str) -> dict[str, Any]:
     dtype = call.q_BTHD.dtype
     launch = LAUNCH[kernel] if dtype == torch.bfloat16 else LAUNCH_FP32
-    if kernel == "gradients" and call.dim * dtype.itemsize > WIDEST_ROW_BYTES:
+    if call.dim * dtype.itemsize > WIDEST_ROW_BYTES:
         launch = {**launch, "num_warps": 8}
     return {"D": call.dim, "C": CHUNK, "PRECISION": PRECISION[dtype], **launch}
 
@@ -220,14 +221,41 @@ def _gradients(
     if readers.idle.numel() > 0:
         for x in (dq, da, db):
             x.index_fill_(2, readers.idle, 0)
-    d_rows = torch.empty(plan.num_chunks, call.heads, 2, CHUNK, device=q.device)
+    d_rows = torch.empty(plan.num_chunks, call.heads, 5, CHUNK, device=q.device)
     d_totals = torch.empty(plan.num_chunks, call.heads, device=q.device)
     d_decay = torch.empty(2, call.heads, plan.num_chunks, device=q.device)
+    d_local = torch.empty_like(call.local)
     chunks = plan.num_segments * plan.chunks_per_segment
-    gradient_kernels.gradients[(chunks * kv_heads,)](
+    columns = _gradient_columns(call)
+    gradient_kernels.query_gradients[(chunks * call.heads,)](
         q,
         call.k_BTGD,
         do,
+        call.q_index_n,
+        call.kv_index_n,
+        plan.segments,
+        call.factors,
+        call.g,
+        call.c,
+        states.states,
+        states.written,
+        dq,
+        d_local,
+        d_rows,
+        call.heads,
+        q_heads,
+        tokens,
+        plan.chunks_per_segment,
+        *q.stride()[:3],
+        *call.k_BTGD.stride()[:3],
+        *do.stride()[:3],
+        call.dim**-0.5,
+        V=columns,
+        **_options(call, "query_gradients"),
+    )
+    gradient_kernels.key_gradients[(chunks * kv_heads,)](
+        q,
+        call.k_BTGD,
         call.q_index_n,
         readers.order_n,
         readers.first_of,
@@ -239,22 +267,19 @@ def _gradients(
         states.written,
         states.d_states,
         states.d_rest,
-        dq,
+        d_local,
         dk,
         dv,
         d_rows,
         d_totals,
         call.heads,
-        q_heads,
         kv_heads,
         tokens,
         plan.chunks_per_segment,
         *q.stride()[:3],
         *call.k_BTGD.stride()[:3],
-        *do.stride()[:3],
-        call.dim**-0.5,
-        V=_gradient_columns(call),
-        **_options(call, "gradients"),
+        V=columns,
+        **_options(call, "key_gradients"),
     )
     gradient_kernels.gates[(chunks * -(-call.heads // GATE_HEADS),)](
         *gates,

@@ -258,7 +258,6 @@ def summarize(
     if initial is not None:  # noqa: SIM102 - decided when compiled
         if (position == 0) & (first == 0):
             state = tl.trans(read_state(initial, tl.load(segment) * heads + head, column, D, V))
-    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(v.dtype.element_ty)
     totals_at = total_in + head * num_chunks + first_chunk
     total = tl.load(totals_at + first, mask=first < count, other=0.0)
     for number in tl.range(first, count):
@@ -275,8 +274,7 @@ def summarize(
         read_key = tl.load(factors_in + place * (3 * C) + i)
         write_key = tl.load(factors_in + place * (3 * C) + C + i)
         read = tl.dot(state.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
-        read *= -read_key[None, :]
-        rest = tl.dot(tl.trans(values), identity, acc=read, input_precision=PRECISION)
+        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
@@ -390,7 +388,6 @@ def attend(
     if position > 0:
         state = tl.trans(read_state(ends, (row - 1) * heads + head, column, D, V))
     count = tl.cdiv(length, C)
-    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(v.dtype.element_ty)
     totals = total_in + head * num_chunks + first_chunk
     total = tl.load(totals, mask=count > 0, other=0.0)
     for number in tl.range(0, count):
@@ -409,8 +406,7 @@ def attend(
 
         state_inner = state.to(keys.dtype)
         read = tl.dot(state_inner, tl.trans(keys), input_precision=PRECISION)
-        read *= -read_key[None, :]
-        rest = tl.dot(tl.trans(values), identity, acc=read, input_precision=PRECISION)
+        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)

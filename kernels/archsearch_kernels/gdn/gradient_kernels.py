@@ -36,29 +36,23 @@ def dots(rows: tl.tensor, others: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCATTERED)
-def gradients(
+def query_gradients(
     q: tl.tensor,
     k: tl.tensor,
     do: tl.tensor,
     q_index: tl.tensor,
-    order: tl.tensor,
-    first_of: tl.tensor,
+    kv_index: tl.tensor,
     segments: tl.tensor,
     factors_in: tl.tensor,
     g_in: tl.tensor,
     c_in: tl.tensor,
     states: tl.tensor,
     written_in: tl.tensor,
-    d_states: tl.tensor,
-    d_rest: tl.tensor,
     dq: tl.tensor,
-    dk: tl.tensor,
-    dv: tl.tensor,
+    local_out: tl.tensor,
     rows_out: tl.tensor,
-    d_totals: tl.tensor,
     heads: tl.tensor,
     q_heads: tl.tensor,
-    kv_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
     q_sb: tl.tensor,
@@ -76,10 +70,97 @@ def gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Gradients of q, k and v, a program a chunk and KV head: it adds up those of the heads order[first_of[kv_head]..].
+    """What outputs ask: dq [B, T, H, D] without gaps, a program a chunk and head.
 
-    dq [B, T, H, D], dk and dv [B, T, G, D] are without gaps. For `gates`, fp32: rows_out [chunks, n, 2, C], dg but for what
-    d_totals [chunks, n] = dG holds, and dP.U.
+    local_out [chunks, n, C, C] = s dL Gam of the rows as loaded is for `key_gradients`, and rows_out [chunks, n, 5, C], fp32,
+    for `gates`: its first row is q.dq.
+    """
+    head = tl.program_id(0) % heads
+    slot = tl.program_id(0) // heads
+    segment = segments + slot // chunks_per_segment * FIELDS
+    number = slot % chunks_per_segment
+    batch = tl.load(segment + 1).to(tl.int64)
+    token = tl.load(segment + 2) + number * C
+    left = tl.load(segment + 3) - token
+    if left <= 0:
+        return
+    i = tl.arange(0, C)
+    d = tl.arange(0, D)
+    e = tl.arange(0, V)
+    rows = (i < left)[:, None]
+    at = token.to(tl.int64)
+    gate = tl.load(q_index + head)
+    place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
+    do += batch * do_sb + at * do_st + head * do_sh
+    q += batch * q_sb + at * q_st + gate * q_sh
+    k += batch * k_sb + at * k_st + tl.load(kv_index + head) * k_sh
+
+    d_local = tl.zeros([C, C], dtype=tl.float32)
+    dq_rows = tl.zeros([C, D], dtype=tl.float32)
+    for column in tl.range(0, D, V):
+        dout = tl.load(do + column + i[:, None] * do_st + e[None, :], mask=rows, other=0.0)
+        written = tl.load(written_in + place * (C * D) + column + i[:, None] * D + e[None, :])
+        state = tl.load(states + place * (D * D) + column * D + e[:, None] * D + d[None, :])
+        d_local = tl.dot(dout, tl.trans(written), acc=d_local, input_precision=PRECISION)
+        dq_rows = tl.dot(dout, state, acc=dq_rows, input_precision=PRECISION)
+    keys = tl.load(k + i[:, None] * k_st + d[None, :], mask=rows, other=0.0)
+    queries = tl.load(q + i[:, None] * q_st + d[None, :], mask=rows, other=0.0)
+    g = tl.load(g_in + place * C + i)
+    c = tl.load(c_in + place * C + i)
+    norm = inverse_norm(queries)
+    between = tl.where(i[:, None] >= i[None, :], g[:, None] + c[None, :], float("-inf"))
+    d_local *= tl.exp2(between) * (norm * scale)[:, None]
+    local_at = local_out + place * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(local_at, d_local.to(local_out.dtype.element_ty))
+    dq_rows *= tl.load(factors_in + place * (3 * C) + 2 * C + i)[:, None]
+    dq_rows = tl.dot(d_local.to(keys.dtype), keys, acc=dq_rows, input_precision=PRECISION)
+    asked = dots(queries, dq_rows)
+    tl.store(rows_out + place * (5 * C) + i, asked)
+    dq_rows -= queries.to(tl.float32) * (asked * norm * norm)[:, None]
+    dq += ((batch * tokens + at) * q_heads + gate) * D
+    dq_at = dq + i[:, None] * (q_heads * D) + d[None, :]
+    tl.store(dq_at, dq_rows.to(dq.dtype.element_ty), mask=rows)
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCATTERED)
+def key_gradients(
+    q: tl.tensor,
+    k: tl.tensor,
+    q_index: tl.tensor,
+    order: tl.tensor,
+    first_of: tl.tensor,
+    segments: tl.tensor,
+    factors_in: tl.tensor,
+    g_in: tl.tensor,
+    c_in: tl.tensor,
+    states: tl.tensor,
+    written_in: tl.tensor,
+    d_states: tl.tensor,
+    d_rest: tl.tensor,
+    local_in: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    rows_out: tl.tensor,
+    d_totals: tl.tensor,
+    heads: tl.tensor,
+    kv_heads: tl.tensor,
+    tokens: tl.tensor,
+    chunks_per_segment: tl.tensor,
+    q_sb: tl.tensor,
+    q_st: tl.tensor,
+    q_sh: tl.tensor,
+    k_sb: tl.tensor,
+    k_st: tl.tensor,
+    k_sh: tl.tensor,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Gradients of k and v, a program a chunk and KV head: it adds up those of the heads order[first_of[kv_head]..].
+
+    dk and dv [B, T, G, D] are without gaps. For `gates`, fp32: d_totals [chunks, n] = 2^G <S, dS'>, and the other rows of
+    rows_out [chunks, n, 5, C]: k.dk of the state after the chunk alone, with what reads keys, of all; dP.U.
     """
     kv_head = tl.program_id(0) % kv_heads
     slot = tl.program_id(0) // kv_heads
@@ -109,87 +190,60 @@ def gradients(
         head = tl.load(order + entry)
         gate = tl.load(q_index + head)
         place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
-        do_at = do + batch * do_sb + at * do_st + head * do_sh
-        dv_at = dv + (row * kv_heads + kv_head) * D
-        written_at = written_in + place * (C * D)
-        rest_at = d_rest + place * (C * D)
-        state_at = states + place * (D * D)
-        d_state_at = d_states + place * (D * D)
-        tile = i[:, None] * D + e[None, :]
-        square = e[:, None] * D + d[None, :]
-        do_tile = i[:, None] * do_st + e[None, :]
-        dv_tile = i[:, None] * (kv_heads * D) + e[None, :]
-
-        # What O and P have of the state before the chunk.
-        d_local = tl.zeros([C, C], dtype=tl.float32)
-        d_a = tl.zeros([C, C], dtype=tl.float32)
-        dq_rows = tl.zeros([C, D], dtype=tl.float32)
-        dk_rows = tl.zeros([C, D], dtype=tl.float32)
-        for column in tl.range(0, D, V):
-            dout = tl.load(do_at + column + do_tile, mask=rows, other=0.0)
-            rest = tl.load(rest_at + column + tile)
-            written = tl.trans(tl.load(written_at + column + tile))
-            state = tl.load(state_at + column * D + square)
-            d_local = tl.dot(dout, written, acc=d_local, input_precision=PRECISION)
-            d_a = tl.dot(rest, written, acc=d_a, input_precision=PRECISION)
-            dq_rows = tl.dot(dout, state, acc=dq_rows, input_precision=PRECISION)
-            dk_rows = tl.dot(rest, state, acc=dk_rows, input_precision=PRECISION)
-            d_values = rest.to(tl.float32)
-            if entry > first:
-                d_values += tl.load(dv_at + column + dv_tile, mask=rows, other=0.0).to(tl.float32)
-            tl.store(dv_at + column + dv_tile, d_values.to(dv.dtype.element_ty), mask=rows)
-
-        # Between tokens of the chunk.
-        q_at = q + batch * q_sb + at * q_st + gate * q_sh + (i[:, None] * q_st + d[None, :])
-        k_at = k + batch * k_sb + at * k_st + kv_head * k_sh + (i[:, None] * k_st + d[None, :])
-        keys = tl.load(k_at, mask=rows, other=0.0)
-        queries = tl.load(q_at, mask=rows, other=0.0)
-        query_norm = inverse_norm(queries)
-        factors = factors_in + place * (3 * C) + i
-        g = tl.load(g_in + place * C + i)
-        c = tl.load(c_in + place * C + i)
-        d_rate = tl.sum(tl.where(i[:, None] == i[None, :], d_a, 0.0), axis=1)
-        tl.store(rows_out + place * (2 * C) + C + i, d_rate)
-        between = g[:, None] + c[None, :]
-        between = tl.exp2(tl.where(i[:, None] >= i[None, :], between, float("-inf")))
-        d_a *= tl.where(i[:, None] == i[None, :], 0.0, between) * -tl.exp2(g + c)[:, None]
-        d_a_inner = d_a.to(keys.dtype)
-        d_local *= between * (query_norm * scale)[:, None]
-        d_local_inner = d_local.to(queries.dtype)
-        dq_rows *= tl.load(factors + 2 * C)[:, None]
-        dq_rows = tl.dot(d_local_inner, keys, acc=dq_rows, input_precision=PRECISION)
-        asked = dots(queries, dq_rows)
-        dq_rows -= queries.to(tl.float32) * (asked * query_norm * query_norm)[:, None]
-        dq_at = dq + (row * q_heads + gate) * D + (i[:, None] * (q_heads * D) + d[None, :])
-        tl.store(dq_at, dq_rows.to(dq.dtype.element_ty), mask=rows)
-        key_rows = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".ca")
-        dk_rows *= -tl.load(factors)[:, None]
-        dk_rows = tl.dot(d_a_inner, keys, acc=dk_rows, input_precision=PRECISION)
-        reading = dots(key_rows, dk_rows)
-        dk_rows = tl.dot(tl.trans(d_a_inner), keys, acc=dk_rows, input_precision=PRECISION)
-        d_local_inner = tl.trans(d_local_inner)
-        dk_rows = tl.dot(d_local_inner, queries, acc=dk_rows, input_precision=PRECISION)
-        along = dots(key_rows, dk_rows)
+        written_at = written_in + place * (C * D) + (i[:, None] * D + e[None, :])
+        square = place * (D * D) + (e[:, None] * D + d[None, :])
 
         # What the state after the chunk has of the keys and of the state before it; <S, dS'> is a trace.
-        handed_rows = tl.zeros([C, D], dtype=tl.float32)
+        dk_rows = tl.zeros([C, D], dtype=tl.float32)
         overlap = tl.zeros([V, V], dtype=tl.float32)
         for column in tl.range(0, D, V):
-            written = tl.load(written_at + column + tile)
-            state = tl.load(state_at + column * D + square)
-            d_state = tl.load(d_state_at + column * D + square)
-            handed_rows = tl.dot(written, d_state, acc=handed_rows, input_precision=PRECISION)
-            d_state = tl.trans(d_state)
-            overlap = tl.dot(state, d_state, acc=overlap, input_precision=PRECISION)
+            written = tl.load(written_at + column)
+            state = tl.load(states + square + column * D)
+            d_state = tl.load(d_states + square + column * D)
+            dk_rows = tl.dot(written, d_state, acc=dk_rows, input_precision=PRECISION)
+            overlap = tl.dot(state, tl.trans(d_state), acc=overlap, input_precision=PRECISION)
         overlap = tl.sum(tl.where(e[:, None] == e[None, :], overlap, 0.0), axis=1)
         d_total = tl.sum(overlap) * tl.exp2(tl.load(g_in + place * C + C - 1))
-        write_key = tl.load(factors + C)
-        handed = dots(key_rows, handed_rows) * write_key
-        tl.store(d_totals + place, d_total + tl.sum(handed))
-        tl.store(rows_out + place * (2 * C) + i, asked + 2 * reading - along - handed)
-        along = (along + handed) * tl.exp2(2 * (g + c))
-        dk_rows += handed_rows * write_key[:, None]
-        dk_rows -= key_rows.to(tl.float32) * along[:, None]
+        dk_rows *= tl.load(factors_in + place * (3 * C) + C + i)[:, None]
+        k_at = k + batch * k_sb + at * k_st + kv_head * k_sh + (i[:, None] * k_st + d[None, :])
+        tl.store(d_totals + place, d_total)
+        rows_at = rows_out + place * (5 * C) + i
+        tl.store(rows_at + C, dots(tl.load(k_at, mask=rows, other=0.0), dk_rows))
+
+        # What P has of the state before the chunk, and A of pairs of tokens.
+        d_a = tl.zeros([C, C], dtype=tl.float32)
+        read_key = tl.load(factors_in + place * (3 * C) + i)
+        dv_at = dv + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + e[None, :])
+        for column in tl.range(0, D, V):
+            rest = tl.load(d_rest + place * (C * D) + column + (i[:, None] * D + e[None, :]))
+            written = tl.load(written_at + column)
+            state = tl.load(states + square + column * D)
+            d_a = tl.dot(rest, tl.trans(written), acc=d_a, input_precision=PRECISION)
+            late = (rest.to(tl.float32) * -read_key[:, None]).to(rest.dtype)
+            dk_rows = tl.dot(late, state, acc=dk_rows, input_precision=PRECISION)
+            d_values = rest.to(tl.float32)
+            if entry > first:
+                d_values += tl.load(dv_at + column, mask=rows, other=0.0).to(tl.float32)
+            tl.store(dv_at + column, d_values.to(dv.dtype.element_ty), mask=rows)
+        same = i[:, None] == i[None, :]
+        tl.store(rows_at + 4 * C, tl.sum(tl.where(same, d_a, 0.0), axis=1))
+        g = tl.load(g_in + place * C + i)
+        c = tl.load(c_in + place * C + i)
+        between = tl.where(i[:, None] > i[None, :], g[:, None] + c[None, :], float("-inf"))
+        d_a *= tl.exp2(between) * -tl.exp2(g + c)[:, None]
+        keys = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".ca")
+        d_inner = d_a.to(keys.dtype)
+        dk_rows = tl.dot(d_inner, keys, acc=dk_rows, input_precision=PRECISION)
+        key_rows = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".cg")
+        tl.store(rows_at + 2 * C, dots(key_rows, dk_rows))
+        dk_rows = tl.dot(tl.trans(d_inner), keys, acc=dk_rows, input_precision=PRECISION)
+        q_at = q + batch * q_sb + at * q_st + gate * q_sh + (i[:, None] * q_st + d[None, :])
+        queries = tl.load(q_at, mask=rows, other=0.0)
+        local = tl.load(local_in + place * (C * C) + (i[:, None] * C + i[None, :]))
+        dk_rows = tl.dot(tl.trans(local), queries, acc=dk_rows, input_precision=PRECISION)
+        along = dots(key_rows, dk_rows)
+        tl.store(rows_at + 3 * C, along)
+        dk_rows -= key_rows.to(tl.float32) * (along * tl.exp2(2 * (g + c)))[:, None]
         dk_at = dk + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + d[None, :])
         if entry > first:
             dk_rows += tl.load(dk_at, mask=rows, other=0.0).to(tl.float32)
@@ -243,10 +297,14 @@ def gates(
     valid = real[:, None] & (i < left)[None, :]
     gate = tl.load(q_index + head, mask=real, other=0)
     place = chunk * heads + head
-    rows_at = rows_in + place[:, None] * (2 * C) + i[None, :]
+    rows_at = rows_in + place[:, None] * (5 * C) + i[None, :]
     at = token.to(tl.int64) + i
-    d_log = tl.cumsum(tl.load(rows_at, mask=valid, other=0.0), axis=1, reverse=True)
-    d_log += tl.load(d_totals + place, mask=real, other=0.0)[:, None]
+    handed = tl.load(rows_at + C, mask=valid, other=0.0)
+    reading = tl.load(rows_at + 2 * C, mask=valid, other=0.0) - handed
+    dg = tl.load(rows_at, mask=valid, other=0.0) + 2 * reading
+    dg -= tl.load(rows_at + 3 * C, mask=valid, other=0.0)
+    d_total = tl.load(d_totals + place, mask=real, other=0.0) + tl.sum(handed, axis=1)
+    d_log = tl.cumsum(dg, axis=1, reverse=True) + d_total[:, None]
     raw_at = a + batch * a_sb + at[None, :] * a_st + gate[:, None]
     raw = tl.load(raw_at, mask=valid, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + gate).to(tl.float32)[:, None]
@@ -261,6 +319,6 @@ def gates(
     raw_at = b + batch * b_sb + at[None, :] * b_st + gate[:, None]
     raw = tl.load(raw_at, mask=valid, other=0.0).to(tl.float32)
     # Both factors of the product hold b, so that it stays small where b is.
-    d_rate = tl.load(rows_at + C, mask=valid, other=0.0)
+    d_rate = tl.load(rows_at + 4 * C, mask=valid, other=0.0)
     d_rate *= tl.sigmoid(-raw) / tl.maximum(tl.sigmoid(raw), SMALLEST_RATE)
     tl.store(db + out_at, d_rate.to(db.dtype.element_ty), mask=valid)
