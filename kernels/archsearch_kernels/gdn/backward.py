@@ -18,19 +18,19 @@ from archsearch_kernels.gdn.kernel import (
     COLUMNS,
     LINK_COLUMNS,
     PRECISION,
-    SUMMARY_COLUMNS,
+    WIDE_COLUMNS,
     Call,
     Links,
 )
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
 
 LAUNCH: dict[str, dict[str, int]] = {
-    "replay": {"num_stages": 2},
+    "replay": {"num_stages": 3},
     "retreat": {"num_stages": 3},
     "retreat_alone": {"num_stages": 2},
     "link_back": {"num_warps": 4, "num_stages": 2},
-    "query_gradients": {"num_warps": 4, "num_stages": 2},
-    "key_gradients": {"num_warps": 4, "num_stages": 2},
+    "query_gradients": {"num_warps": 4, "num_stages": 3},
+    "key_gradients": {"num_warps": 4, "num_stages": 3},
     "gates": {"num_warps": 4, "num_stages": 1},
 }
 """How bf16 kernels are compiled."""
@@ -39,7 +39,7 @@ LAUNCH_FP32 = {"num_warps": 4, "num_stages": 1}
 WIDEST_ROW_BYTES = 256
 """Rows of q up to which 4 warps have the registers for `gradients`."""
 
-GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
+GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 32, 128: 32, 256: 32}
 """Columns of the states that `gradients` has on chip at once, by head_dim; half of them in fp32."""
 
 GATE_HEADS = 16
@@ -132,7 +132,8 @@ def _gradient_columns(call: Call) -> int:
 
 def _replay(call: Call, links: Links | None, states: _States) -> None:
     plan = call.plan
-    kernels.replay[(plan.num_segments * call.heads * call.blocks,)](
+    columns = WIDE_COLUMNS[call.dim]
+    kernels.replay[(plan.num_segments * call.heads * (call.dim // columns),)](
         call.k_BTGD,
         call.v_BTGD,
         call.kv_index_n,
@@ -148,8 +149,8 @@ def _replay(call: Call, links: Links | None, states: _States) -> None:
         plan.num_chunks,
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
-        V=COLUMNS[call.dim],
-        **call.options(LAUNCH["replay"], COLUMNS[call.dim]),
+        V=columns,
+        **call.options(LAUNCH["replay"], columns),
     )
 
 
@@ -163,7 +164,7 @@ def _retreat(
 ) -> None:
     """Without states: the first pass, over each segment by itself."""
     plan = call.plan
-    columns = (SUMMARY_COLUMNS if states is None else COLUMNS)[call.dim]
+    columns = (COLUMNS if states is None else WIDE_COLUMNS)[call.dim]
     launch = LAUNCH["retreat_alone" if states is None else "retreat"]
     kernels.retreat[(plan.num_segments * call.heads * (call.dim // columns),)](
         call.q_BTHD,
@@ -218,21 +219,20 @@ def _gradients(
     readers = readers_of(call.q_index_n, call.kv_index_n, q_heads, kv_heads)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, call.k_BTGD, call.v_BTGD))
     da, db = (x.new_empty(x.shape) for x in (gates.a_BTH, gates.b_BTH))
-    if readers.idle.numel() > 0:
-        for x in (dq, da, db):
-            x.index_fill_(2, readers.idle, 0)
     d_rows = torch.empty(plan.num_chunks, call.heads, 5, CHUNK, device=q.device)
     d_totals = torch.empty(plan.num_chunks, call.heads, device=q.device)
     d_decay = torch.empty(2, call.heads, plan.num_chunks, device=q.device)
     d_local = torch.empty_like(call.local)
     chunks = plan.num_segments * plan.chunks_per_segment
     columns = _gradient_columns(call)
-    gradient_kernels.query_gradients[(chunks * call.heads,)](
+    idle_heads = readers.idle.numel()
+    gradient_kernels.query_gradients[(chunks * (call.heads + idle_heads),)](
         q,
         call.k_BTGD,
         do,
         call.q_index_n,
         call.kv_index_n,
+        readers.idle,
         plan.segments,
         call.factors,
         call.g,
@@ -240,9 +240,12 @@ def _gradients(
         states.states,
         states.written,
         dq,
+        da,
+        db,
         d_local,
         d_rows,
         call.heads,
+        idle_heads,
         q_heads,
         tokens,
         plan.chunks_per_segment,
@@ -324,7 +327,7 @@ def _readers(
     return Readers(
         order.int(),
         torch.searchsorted(read, bounds, out_int32=True),
-        torch.sort(selected, stable=True)[1][: q_heads - q_index_n.numel()],
+        torch.sort(selected, stable=True)[1][: q_heads - q_index_n.numel()].int(),
     )
 
 

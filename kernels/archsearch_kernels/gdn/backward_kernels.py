@@ -86,6 +86,8 @@ def replay(
     if position > 0:
         state = tl.trans(read_state(ends, (row - 1) * heads + head, column, D, V))
     count = tl.cdiv(length, C)
+    # Values added by a product stay out of registers until then.
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(v.dtype.element_ty)
     totals = total_in + head * num_chunks + first_chunk
     total = tl.load(totals, mask=count > 0, other=0.0)
     for number in tl.range(0, count):
@@ -103,7 +105,8 @@ def replay(
         state_at = states + place * (D * D) + column * D + e[:, None] * D + d[None, :]
         tl.store(state_at, state_inner)
         read = tl.dot(state_inner, tl.trans(keys), input_precision=PRECISION)
-        rest = tl.trans(values).to(tl.float32) - read * read_key[None, :]
+        read *= -read_key[None, :]
+        rest = tl.dot(tl.trans(values), identity, acc=read, input_precision=PRECISION)
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)

@@ -24,8 +24,8 @@ from archsearch_kernels.gdn.forward_kernels import (
     softplus,
 )
 
-COUNTS = [*RUN_TIME_COUNTS, "q_heads", "kv_heads", "tokens"]
-SCATTERED = [*UNALIGNED, "order", "first_of", "da", "db"]
+COUNTS = [*RUN_TIME_COUNTS, "q_heads", "kv_heads", "idle_heads", "tokens"]
+SCATTERED = [*UNALIGNED, "order", "first_of", "idle", "da", "db"]
 SMALLEST_RATE = tl.constexpr(1e-37)
 
 
@@ -42,6 +42,7 @@ def query_gradients(
     do: tl.tensor,
     q_index: tl.tensor,
     kv_index: tl.tensor,
+    idle: tl.tensor,
     segments: tl.tensor,
     factors_in: tl.tensor,
     g_in: tl.tensor,
@@ -49,9 +50,12 @@ def query_gradients(
     states: tl.tensor,
     written_in: tl.tensor,
     dq: tl.tensor,
+    da: tl.tensor,
+    db: tl.tensor,
     local_out: tl.tensor,
     rows_out: tl.tensor,
     heads: tl.tensor,
+    idle_heads: tl.tensor,
     q_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
@@ -70,13 +74,13 @@ def query_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """What outputs ask: dq [B, T, H, D] without gaps, a program a chunk and head.
+    """What outputs ask: dq [B, T, H, D] without gaps, a program a chunk and head; zeros there and in da and db for idle heads.
 
     local_out [chunks, n, C, C] = s dL Gam of the rows as loaded is for `key_gradients`, and rows_out [chunks, n, 5, C], fp32,
     for `gates`: its first row is q.dq.
     """
-    head = tl.program_id(0) % heads
-    slot = tl.program_id(0) // heads
+    head = tl.program_id(0) % (heads + idle_heads)
+    slot = tl.program_id(0) // (heads + idle_heads)
     segment = segments + slot // chunks_per_segment * FIELDS
     number = slot % chunks_per_segment
     batch = tl.load(segment + 1).to(tl.int64)
@@ -89,6 +93,13 @@ def query_gradients(
     e = tl.arange(0, V)
     rows = (i < left)[:, None]
     at = token.to(tl.int64)
+    if head >= heads:
+        spare = (batch * tokens + at + i) * q_heads + tl.load(idle + head - heads)
+        zeros = tl.zeros([C, D], dtype=dq.dtype.element_ty)
+        tl.store(dq + spare[:, None] * D + d[None, :], zeros, mask=rows)
+        tl.store(da + spare, tl.zeros([C], dtype=da.dtype.element_ty), mask=i < left)
+        tl.store(db + spare, tl.zeros([C], dtype=db.dtype.element_ty), mask=i < left)
+        return
     gate = tl.load(q_index + head)
     place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
     do += batch * do_sb + at * do_st + head * do_sh

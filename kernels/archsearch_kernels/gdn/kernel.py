@@ -17,14 +17,14 @@ from torch import Tensor
 from archsearch_kernels.gdn import forward_kernels as kernels
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Schedule, schedule_of
 
-COLUMNS = {16: 16, 32: 32, 64: 64, 128: 128, 256: 32}
+COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
 """Columns of the state in one program, by head_dim: a tile of the state takes at most 64 registers a thread."""
-SUMMARY_COLUMNS = COLUMNS | {128: 64}
-"""The same for a pass over segments that has two programs for each of the other passes' columns: more of them fill the device."""
+WIDE_COLUMNS = COLUMNS | {128: 128}
+"""The same for the backward pass's ways over all chunks, whose stores are worth loading each tile once."""
 LINK_COLUMNS = 16
 """Fewer columns a program for `link`, which has few programs and waits for each product."""
 
-PROGRAMS_PER_PROCESSOR = {16: 2, 32: 2, 64: 2, 128: 1, 256: 2}
+PROGRAMS_PER_PROCESSOR = 2
 """Programs of the state pass that a multiprocessor runs at once, by their registers and shared memory."""
 
 LAUNCH: dict[str, dict[str, int]] = {
@@ -172,7 +172,7 @@ def run_forward(
     batch, tokens, _, dim = q_BTHD.shape
     heads, device = q_index_n.numel(), q_BTHD.device
     o_BTnD = q_BTHD.new_empty(batch, tokens, heads, dim)
-    programs = PROGRAMS_PER_PROCESSOR[dim] * _num_processors(device) * COLUMNS[dim] // dim
+    programs = PROGRAMS_PER_PROCESSOR * _num_processors(device) * COLUMNS[dim] // dim
     plan = schedule_of(
         batch, tokens, cu_seqlens, programs // max(heads, 1), chunks_per_segment, device
     )
@@ -245,8 +245,7 @@ def _link_segments(call: Call) -> Links:
     ends = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
     maps = torch.empty_like(ends)
     reach = torch.empty(plan.num_segments, call.heads, device=device)
-    columns = SUMMARY_COLUMNS[call.dim]
-    kernels.summarize[(plan.num_segments * call.heads * 2 * (call.dim // columns),)](
+    kernels.summarize[(plan.num_segments * call.heads * 2 * call.blocks,)](
         call.k_BTGD,
         call.v_BTGD,
         call.kv_index_n,
@@ -262,9 +261,9 @@ def _link_segments(call: Call) -> Links:
         plan.num_chunks,
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
-        V=columns,
+        V=COLUMNS[call.dim],
         MOST_CHUNKS=MOST_CHUNKS,
-        **call.options(LAUNCH["summarize"], columns),
+        **call.options(LAUNCH["summarize"], COLUMNS[call.dim]),
     )
     columns = min(call.dim, LINK_COLUMNS)
     kernels.link[(plan.num_sequences * call.heads * (call.dim // columns),)](
