@@ -221,7 +221,7 @@ def _gradients(
     da, db = (x.new_empty(x.shape) for x in (gates.a_BTH, gates.b_BTH))
     d_rows = torch.empty(plan.num_chunks, call.heads, 5, CHUNK, device=q.device)
     d_totals = torch.empty(plan.num_chunks, call.heads, device=q.device)
-    d_decay = torch.empty(2, call.heads, plan.num_chunks, device=q.device)
+    d_decay = torch.empty(2, q_heads, plan.num_chunks, device=q.device)
     d_local = torch.empty_like(call.local)
     chunks = plan.num_segments * plan.chunks_per_segment
     columns = _gradient_columns(call)
@@ -242,6 +242,7 @@ def _gradients(
         dq,
         da,
         db,
+        d_decay,
         d_local,
         d_rows,
         call.heads,
@@ -249,6 +250,7 @@ def _gradients(
         q_heads,
         tokens,
         plan.chunks_per_segment,
+        plan.num_chunks,
         *q.stride()[:3],
         *call.k_BTGD.stride()[:3],
         *do.stride()[:3],
@@ -304,8 +306,7 @@ def _gradients(
         H=GATE_HEADS,
         **LAUNCH["gates"],
     )
-    sums = torch.zeros(2, q_heads, device=q.device)
-    sums.index_copy_(1, call.q_index_n.long(), d_decay.sum(2))
+    sums = d_decay.sum(2)
     dA_log, ddt_bias = sums[0].to(gates.A_log_H.dtype), sums[1].to(gates.dt_bias_H.dtype)
     return Gradients(dq, dk, dv, da, db, dA_log, ddt_bias, d_initial)
 

@@ -52,6 +52,7 @@ def query_gradients(
     dq: tl.tensor,
     da: tl.tensor,
     db: tl.tensor,
+    d_decay: tl.tensor,
     local_out: tl.tensor,
     rows_out: tl.tensor,
     heads: tl.tensor,
@@ -59,6 +60,7 @@ def query_gradients(
     q_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
+    num_chunks: tl.tensor,
     q_sb: tl.tensor,
     q_st: tl.tensor,
     q_sh: tl.tensor,
@@ -74,7 +76,8 @@ def query_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """What outputs ask: dq [B, T, H, D] without gaps, a program a chunk and head; zeros there and in da and db for idle heads.
+    """What outputs ask: dq [B, T, H, D] without gaps, a program a chunk and head; zeros there, in da, db and d_decay for
+    idle heads.
 
     local_out [chunks, n, C, C] = s dL Gam of the rows as loaded is for `key_gradients`, and rows_out [chunks, n, 5, C], fp32,
     for `gates`: its first row is q.dq.
@@ -94,7 +97,11 @@ def query_gradients(
     rows = (i < left)[:, None]
     at = token.to(tl.int64)
     if head >= heads:
-        spare = (batch * tokens + at + i) * q_heads + tl.load(idle + head - heads)
+        gate = tl.load(idle + head - heads)
+        spare = (batch * tokens + at + i) * q_heads + gate
+        at_decay = d_decay + gate * num_chunks + tl.load(segment + 4) + number
+        tl.store(at_decay, 0.0)
+        tl.store(at_decay + q_heads * num_chunks, 0.0)
         zeros = tl.zeros([C, D], dtype=dq.dtype.element_ty)
         tl.store(dq + spare[:, None] * D + d[None, :], zeros, mask=rows)
         tl.store(da + spare, tl.zeros([C], dtype=da.dtype.element_ty), mask=i < left)
@@ -290,7 +297,7 @@ def gates(
 ) -> None:
     """Gradients of a and b from what `gradients` leaves, a program H heads of a chunk.
 
-    da and db [B, T, H] are without gaps. d_decay [2, n, chunks]: a chunk's parts of the gradients of A_log and dt_bias.
+    da and db [B, T, H] are without gaps. d_decay [2, H, chunks]: a chunk's parts of the gradients of A_log and dt_bias.
     """
     blocks = tl.cdiv(heads, H)
     slot = tl.program_id(0) // blocks
@@ -324,9 +331,9 @@ def gates(
     d_raw = d_log * tl.sigmoid(raw)
     out_at = (batch * tokens + at)[None, :] * q_heads + gate[:, None]
     tl.store(da + out_at, d_raw.to(da.dtype.element_ty), mask=valid)
-    at_decay = d_decay + head * num_chunks + chunk
+    at_decay = d_decay + gate * num_chunks + chunk
     tl.store(at_decay, tl.sum(d_log * softplus(raw), axis=1), mask=real)
-    tl.store(at_decay + heads * num_chunks, tl.sum(d_raw, axis=1), mask=real)
+    tl.store(at_decay + q_heads * num_chunks, tl.sum(d_raw, axis=1), mask=real)
     raw_at = b + batch * b_sb + at[None, :] * b_st + gate[:, None]
     raw = tl.load(raw_at, mask=valid, other=0.0).to(tl.float32)
     # Both factors of the product hold b, so that it stays small where b is.

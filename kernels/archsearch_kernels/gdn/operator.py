@@ -71,14 +71,17 @@ class _GatedDeltaNet(torch.autograd.Function):
         if call is not None:
             made = (call.x, call.local, call.factors, call.g, call.c, call.totals)
         ctx.plan = None if call is None else call.plan
-        ctx.save_for_backward(*tensors, initial_state, *indices, *made, *(links or ()))
+        # Not among the saved tensors, which come back as new objects: what is kept by index would never be found again.
+        ctx.indices = indices
+        ctx.save_for_backward(*tensors, initial_state, *made, *(links or ()))
         ctx.set_materialize_grads(False)
         return outcome.o_BTnD, outcome.final_NnDD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BTnD: Tensor | None, d_final: Tensor | None = None) -> Any:
-        q, k, v, a, b, A_log, dt_bias, initial, q_index, kv_index, *rest = ctx.saved_tensors
+        q, k, v, a, b, A_log, dt_bias, initial, *rest = ctx.saved_tensors
+        q_index, kv_index = ctx.indices
         unused = (None,) * 5
         if ctx.plan is None or (do_BTnD is None and d_final is None):
             tensors = (q, k, v, a, b, A_log, dt_bias, initial)
