@@ -200,7 +200,7 @@ def test_tokens_without_gates_have_finite_gradients() -> None:
 def num_compilations() -> int:
     passes = (kernels.replay, kernels.retreat, kernels.link_back)
     products = (gradient_kernels.query_gradients, gradient_kernels.key_gradients)
-    stages = (*passes, *products, gradient_kernels.gates)
+    stages = (*passes, *products, gradient_kernels.gather, gradient_kernels.gates)
     return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
 
 

@@ -31,6 +31,7 @@ LAUNCH: dict[str, dict[str, int]] = {
     "link_back": {"num_warps": 4, "num_stages": 2},
     "query_gradients": {"num_warps": 4, "num_stages": 3},
     "key_gradients": {"num_warps": 4, "num_stages": 3},
+    "gather": {"num_warps": 4, "num_stages": 1},
     "gates": {"num_warps": 4, "num_stages": 1},
 }
 """How bf16 kernels are compiled."""
@@ -41,6 +42,9 @@ WIDEST_ROW_BYTES = 256
 
 GRADIENT_COLUMNS = {16: 16, 32: 32, 64: 32, 128: 32, 256: 32}
 """Columns of the states that `gradients` has on chip at once, by head_dim; half of them in fp32."""
+
+GATHERED_TOKENS = 16
+"""Tokens of one program of `gather`."""
 
 GATE_HEADS = 16
 """Heads of one program of `gates`."""
@@ -258,11 +262,11 @@ def _gradients(
         V=columns,
         **_options(call, "query_gradients"),
     )
-    gradient_kernels.key_gradients[(chunks * kv_heads,)](
+    gradient_kernels.key_gradients[(chunks * call.heads,)](
         q,
         call.k_BTGD,
         call.q_index_n,
-        readers.order_n,
+        call.kv_index_n,
         readers.first_of,
         plan.segments,
         call.factors,
@@ -285,6 +289,23 @@ def _gradients(
         *call.k_BTGD.stride()[:3],
         V=columns,
         **_options(call, "key_gradients"),
+    )
+    gradient_kernels.gather[(chunks * kv_heads * (CHUNK // GATHERED_TOKENS),)](
+        readers.order_n,
+        readers.first_of,
+        plan.segments,
+        states.written,
+        states.d_rest,
+        dk,
+        dv,
+        call.heads,
+        kv_heads,
+        tokens,
+        plan.chunks_per_segment,
+        D=call.dim,
+        C=CHUNK,
+        R=GATHERED_TOKENS,
+        **LAUNCH["gather"],
     )
     gradient_kernels.gates[(chunks * -(-call.heads // GATE_HEADS),)](
         *gates,

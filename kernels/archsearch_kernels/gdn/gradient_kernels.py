@@ -145,14 +145,14 @@ def key_gradients(
     q: tl.tensor,
     k: tl.tensor,
     q_index: tl.tensor,
-    order: tl.tensor,
+    kv_index: tl.tensor,
     first_of: tl.tensor,
     segments: tl.tensor,
     factors_in: tl.tensor,
     g_in: tl.tensor,
     c_in: tl.tensor,
     states: tl.tensor,
-    written_in: tl.tensor,
+    written_io: tl.tensor,
     d_states: tl.tensor,
     d_rest: tl.tensor,
     local_in: tl.tensor,
@@ -175,99 +175,135 @@ def key_gradients(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Gradients of k and v, a program a chunk and KV head: it adds up those of the heads order[first_of[kv_head]..].
+    """Gradients of k and v of each selected head, a program a chunk and head.
 
-    dk and dv [B, T, G, D] are without gaps. For `gates`, fp32: d_totals [chunks, n] = 2^G <S, dS'>, and the other rows of
-    rows_out [chunks, n, 5, C]: k.dk of the state after the chunk alone, with what reads keys, of all; dP.U.
+    Of a KV head that it alone reads they go to dk and dv [B, T, G, D], without gaps; else the part of dk takes U's place, for
+    `gather`. For `gates`, fp32: d_totals [chunks, n] = 2^G <S, dS'>, and the other rows of rows_out [chunks, n, 5, C]: k.dk of
+    the state after the chunk alone, with what reads keys, of all; dP.U.
     """
-    kv_head = tl.program_id(0) % kv_heads
-    slot = tl.program_id(0) // kv_heads
+    head = tl.program_id(0) % heads
+    slot = tl.program_id(0) // heads
     segment = segments + slot // chunks_per_segment * FIELDS
     number = slot % chunks_per_segment
     if tl.load(segment + 2) + number * C >= tl.load(segment + 3):
         return
-    first = tl.load(first_of + kv_head)
-    last = tl.load(first_of + kv_head + 1)
     i = tl.arange(0, C)
     d = tl.arange(0, D)
     e = tl.arange(0, V)
-    if first == last:
-        token = tl.load(segment + 2) + number * C
-        row = tl.load(segment + 1).to(tl.int64) * tokens + token
-        rows = (i < tl.load(segment + 3) - token)[:, None]
-        out_at = (row * kv_heads + kv_head) * D + i[:, None] * (kv_heads * D) + d[None, :]
-        tl.store(dk + out_at, tl.zeros([C, D], dtype=dk.dtype.element_ty), mask=rows)
-        tl.store(dv + out_at, tl.zeros([C, D], dtype=dv.dtype.element_ty), mask=rows)
-    for entry in tl.range(first, last):
-        # Addresses are made anew for each head: kept from one to the next, they would be spilled.
-        batch = tl.load(segment + 1).to(tl.int64)
-        token = tl.load(segment + 2) + number * C
-        rows = (i < tl.load(segment + 3) - token)[:, None]
-        at = token.to(tl.int64)
-        row = batch * tokens + at
-        head = tl.load(order + entry)
-        gate = tl.load(q_index + head)
-        place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
-        written_at = written_in + place * (C * D) + (i[:, None] * D + e[None, :])
-        square = place * (D * D) + (e[:, None] * D + d[None, :])
+    kv_head = tl.load(kv_index + head)
+    alone = tl.load(first_of + kv_head + 1) - tl.load(first_of + kv_head) == 1
+    batch = tl.load(segment + 1).to(tl.int64)
+    token = tl.load(segment + 2) + number * C
+    rows = (i < tl.load(segment + 3) - token)[:, None]
+    at = token.to(tl.int64)
+    row = batch * tokens + at
+    gate = tl.load(q_index + head)
+    place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
+    written_at = written_io + place * (C * D) + (i[:, None] * D + e[None, :])
+    square = place * (D * D) + (e[:, None] * D + d[None, :])
 
-        # What the state after the chunk has of the keys and of the state before it; <S, dS'> is a trace.
-        dk_rows = tl.zeros([C, D], dtype=tl.float32)
-        overlap = tl.zeros([V, V], dtype=tl.float32)
-        for column in tl.range(0, D, V):
-            written = tl.load(written_at + column)
-            state = tl.load(states + square + column * D)
-            d_state = tl.load(d_states + square + column * D)
-            dk_rows = tl.dot(written, d_state, acc=dk_rows, input_precision=PRECISION)
-            overlap = tl.dot(state, tl.trans(d_state), acc=overlap, input_precision=PRECISION)
-        overlap = tl.sum(tl.where(e[:, None] == e[None, :], overlap, 0.0), axis=1)
-        d_total = tl.sum(overlap) * tl.exp2(tl.load(g_in + place * C + C - 1))
-        dk_rows *= tl.load(factors_in + place * (3 * C) + C + i)[:, None]
-        k_at = k + batch * k_sb + at * k_st + kv_head * k_sh + (i[:, None] * k_st + d[None, :])
-        tl.store(d_totals + place, d_total)
-        rows_at = rows_out + place * (5 * C) + i
-        tl.store(rows_at + C, dots(tl.load(k_at, mask=rows, other=0.0), dk_rows))
+    # What the state after the chunk has of the keys and of the state before it; <S, dS'> is a trace.
+    dk_rows = tl.zeros([C, D], dtype=tl.float32)
+    overlap = tl.zeros([V, V], dtype=tl.float32)
+    for column in tl.range(0, D, V):
+        written = tl.load(written_at + column)
+        state = tl.load(states + square + column * D)
+        d_state = tl.load(d_states + square + column * D)
+        dk_rows = tl.dot(written, d_state, acc=dk_rows, input_precision=PRECISION)
+        overlap = tl.dot(state, tl.trans(d_state), acc=overlap, input_precision=PRECISION)
+    overlap = tl.sum(tl.where(e[:, None] == e[None, :], overlap, 0.0), axis=1)
+    d_total = tl.sum(overlap) * tl.exp2(tl.load(g_in + place * C + C - 1))
+    dk_rows *= tl.load(factors_in + place * (3 * C) + C + i)[:, None]
+    k_at = k + batch * k_sb + at * k_st + kv_head * k_sh + (i[:, None] * k_st + d[None, :])
+    tl.store(d_totals + place, d_total)
+    rows_at = rows_out + place * (5 * C) + i
+    tl.store(rows_at + C, dots(tl.load(k_at, mask=rows, other=0.0), dk_rows))
 
-        # What P has of the state before the chunk, and A of pairs of tokens.
-        d_a = tl.zeros([C, C], dtype=tl.float32)
-        read_key = tl.load(factors_in + place * (3 * C) + i)
-        dv_at = dv + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + e[None, :])
-        for column in tl.range(0, D, V):
-            rest = tl.load(d_rest + place * (C * D) + column + (i[:, None] * D + e[None, :]))
-            written = tl.load(written_at + column)
-            state = tl.load(states + square + column * D)
-            d_a = tl.dot(rest, tl.trans(written), acc=d_a, input_precision=PRECISION)
-            late = (rest.to(tl.float32) * -read_key[:, None]).to(rest.dtype)
-            dk_rows = tl.dot(late, state, acc=dk_rows, input_precision=PRECISION)
-            d_values = rest.to(tl.float32)
-            if entry > first:
-                d_values += tl.load(dv_at + column, mask=rows, other=0.0).to(tl.float32)
-            tl.store(dv_at + column, d_values.to(dv.dtype.element_ty), mask=rows)
-        same = i[:, None] == i[None, :]
-        tl.store(rows_at + 4 * C, tl.sum(tl.where(same, d_a, 0.0), axis=1))
-        g = tl.load(g_in + place * C + i)
-        c = tl.load(c_in + place * C + i)
-        between = tl.where(i[:, None] > i[None, :], g[:, None] + c[None, :], float("-inf"))
-        d_a *= tl.exp2(between) * -tl.exp2(g + c)[:, None]
-        keys = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".ca")
-        d_inner = d_a.to(keys.dtype)
-        dk_rows = tl.dot(d_inner, keys, acc=dk_rows, input_precision=PRECISION)
-        key_rows = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".cg")
-        tl.store(rows_at + 2 * C, dots(key_rows, dk_rows))
-        dk_rows = tl.dot(tl.trans(d_inner), keys, acc=dk_rows, input_precision=PRECISION)
-        q_at = q + batch * q_sb + at * q_st + gate * q_sh + (i[:, None] * q_st + d[None, :])
-        queries = tl.load(q_at, mask=rows, other=0.0)
-        local = tl.load(local_in + place * (C * C) + (i[:, None] * C + i[None, :]))
-        dk_rows = tl.dot(tl.trans(local), queries, acc=dk_rows, input_precision=PRECISION)
-        along = dots(key_rows, dk_rows)
-        tl.store(rows_at + 3 * C, along)
-        dk_rows -= key_rows.to(tl.float32) * (along * tl.exp2(2 * (g + c)))[:, None]
+    # What P has of the state before the chunk, and A of pairs of tokens.
+    d_a = tl.zeros([C, C], dtype=tl.float32)
+    read_key = tl.load(factors_in + place * (3 * C) + i)
+    dv_at = dv + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + e[None, :])
+    for column in tl.range(0, D, V):
+        rest = tl.load(d_rest + place * (C * D) + column + (i[:, None] * D + e[None, :]))
+        written = tl.load(written_at + column)
+        state = tl.load(states + square + column * D)
+        d_a = tl.dot(rest, tl.trans(written), acc=d_a, input_precision=PRECISION)
+        late = (rest.to(tl.float32) * -read_key[:, None]).to(rest.dtype)
+        dk_rows = tl.dot(late, state, acc=dk_rows, input_precision=PRECISION)
+        tl.store(dv_at + column, rest, mask=rows & alone)
+    same = i[:, None] == i[None, :]
+    tl.store(rows_at + 4 * C, tl.sum(tl.where(same, d_a, 0.0), axis=1))
+    g = tl.load(g_in + place * C + i)
+    c = tl.load(c_in + place * C + i)
+    between = tl.where(i[:, None] > i[None, :], g[:, None] + c[None, :], float("-inf"))
+    d_a *= tl.exp2(between) * -tl.exp2(g + c)[:, None]
+    keys = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".ca")
+    d_inner = d_a.to(keys.dtype)
+    dk_rows = tl.dot(d_inner, keys, acc=dk_rows, input_precision=PRECISION)
+    key_rows = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".cg")
+    tl.store(rows_at + 2 * C, dots(key_rows, dk_rows))
+    dk_rows = tl.dot(tl.trans(d_inner), keys, acc=dk_rows, input_precision=PRECISION)
+    q_at = q + batch * q_sb + at * q_st + gate * q_sh + (i[:, None] * q_st + d[None, :])
+    queries = tl.load(q_at, mask=rows, other=0.0)
+    local = tl.load(local_in + place * (C * C) + (i[:, None] * C + i[None, :]))
+    dk_rows = tl.dot(tl.trans(local), queries, acc=dk_rows, input_precision=PRECISION)
+    along = dots(key_rows, dk_rows)
+    tl.store(rows_at + 3 * C, along)
+    dk_rows -= key_rows.to(tl.float32) * (along * tl.exp2(2 * (g + c)))[:, None]
+    if alone:
         dk_at = dk + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + d[None, :])
-        if entry > first:
-            dk_rows += tl.load(dk_at, mask=rows, other=0.0).to(tl.float32)
         tl.store(dk_at, dk_rows.to(dk.dtype.element_ty), mask=rows)
-        # The next head adds to what other threads of this program may have written.
+    else:
+        # Other threads of this program have read what is overwritten here.
         tl.debug_barrier()
+        part_at = written_io + place * (C * D) + (i[:, None] * D + d[None, :])
+        tl.store(part_at, dk_rows.to(written_io.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCATTERED)
+def gather(
+    order: tl.tensor,
+    first_of: tl.tensor,
+    segments: tl.tensor,
+    parts: tl.tensor,
+    d_rest: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    heads: tl.tensor,
+    kv_heads: tl.tensor,
+    tokens: tl.tensor,
+    chunks_per_segment: tl.tensor,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+) -> None:
+    """dk and dv of KV heads that no head or several heads read (order[first_of[kv_head]..]), a program R tokens of a chunk."""
+    kv_head = tl.program_id(0) % kv_heads
+    slot = tl.program_id(0) // kv_heads // (C // R)
+    r = tl.program_id(0) // kv_heads % (C // R) * R + tl.arange(0, R)
+    segment = segments + slot // chunks_per_segment * FIELDS
+    number = slot % chunks_per_segment
+    token = tl.load(segment + 2) + number * C
+    left = tl.load(segment + 3) - token
+    first = tl.load(first_of + kv_head)
+    last = tl.load(first_of + kv_head + 1)
+    if (left <= 0) | (last - first == 1):
+        return
+    batch = tl.load(segment + 1).to(tl.int64)
+    chunk = tl.load(segment + 4).to(tl.int64) + number
+    d = tl.arange(0, D)
+    dk_rows = tl.zeros([R, D], dtype=tl.float32)
+    dv_rows = tl.zeros([R, D], dtype=tl.float32)
+    for entry in tl.range(first, last):
+        place = chunk * heads + tl.load(order + entry)
+        rows_at = place * (C * D) + r[:, None] * D + d[None, :]
+        dk_rows += tl.load(parts + rows_at).to(tl.float32)
+        dv_rows += tl.load(d_rest + rows_at).to(tl.float32)
+    at = batch * tokens + token + r.to(tl.int64)
+    out_at = (at * kv_heads + kv_head)[:, None] * D + d[None, :]
+    mask = (r < left)[:, None]
+    tl.store(dk + out_at, dk_rows.to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + out_at, dv_rows.to(dv.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SCATTERED)
