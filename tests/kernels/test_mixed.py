@@ -32,7 +32,10 @@ needs_triton = pytest.mark.skipif(
 )
 if DEVICE != "cpu" or INTERPRETED:
     from archsearch_kernels.mixed.operator import mixed_heads
-TOLERANCE = {torch.float32: 1e-4 if DEVICE == "cpu" else 1e-3, torch.bfloat16: 2e-2 if DEVICE == "cuda" else 1e-2}
+TOLERANCE = {
+    torch.float32: 1e-4 if DEVICE == "cpu" else 1e-3,
+    torch.bfloat16: 2e-2 if DEVICE == "cuda" else 1e-2,
+}
 OPTIONS = ("q_weight_D", "k_weight_D", "gamma_nD", "bias_nD", "gate_BTnD")
 
 MAPS = {
