@@ -11,7 +11,7 @@ from .console import Printer
 from .errors import RunFault
 from .inputs import scored_inputs
 from .memory import MemoryWatch
-from .models.kernels import use_kernels
+from .models.kernels import kernel_faults, use_kernels
 from .models.teacher import inspect_teacher
 from .plan import STAGES, Plan, make_plan, scored_methods
 from .preflight import check_config, check_machine, check_memory, ignored_options
@@ -96,7 +96,8 @@ def _opened(
         for warning in [*run_dir.warnings(), *ignored_options(config, methods)]:
             printer.line(f"warning: {warning}")
         use_kernels(config.kernels)
-        yield RunContext(config, run_dir), memory
+        with kernel_faults():
+            yield RunContext(config, run_dir), memory
 
 
 def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer: Printer) -> None:

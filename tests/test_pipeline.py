@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from archsearch import stages
+from archsearch.attention.backends import BackendRefusal
 from archsearch.cli import KERNEL_CHOICES, app
 from archsearch.config import ScoreMethod
 from archsearch.configfile import load_config
@@ -266,6 +267,23 @@ def test_a_gpu_that_is_too_small_for_a_score_is_named(
     assert str(caught.value) == (
         "scoring.memory_gib: 4 is more than the GPU has free for attribution (CUDA out of memory. Tried to "
         "allocate 9 GiB); allowed: less"
+    )
+
+
+def test_a_backend_that_cannot_serve_a_score_is_one_line(
+    finished: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(inputs: ScoreInputs) -> HeadScores:
+        raise BackendRefusal("kernels.full: flash_attn was asked for, but cannot serve it")
+
+    method = replace(METHODS["attribution"], score=run)
+    monkeypatch.setattr(stages, "METHODS", {"attribution": method})
+    result = CliRunner().invoke(
+        app, ["score", str(finished[0]), "--method", "attribution", "--run-dir", str(tmp_path)]
+    )
+    assert result.exit_code == 3
+    assert (
+        "archsearch: kernels.full: flash_attn was asked for, but cannot serve it\n" in result.output
     )
 
 

@@ -29,6 +29,10 @@ HALF = (torch.bfloat16, torch.float16)
 RACE_ROUNDS = 3
 
 
+class BackendRefusal(RuntimeError):
+    """A backend that was asked for cannot serve a call; the message says who asked, and why not."""
+
+
 @dataclass(frozen=True)
 class Situation:
     """What the choice of a backend depends on.
@@ -69,7 +73,7 @@ class Backend:
     """One way to compute an operator. run takes the operator's call.
 
     cannot: why it can't serve here, or None. leaves: why calls of this kind go to others even where it is forced (a
-    single token, a mask), or None. is_slow: to be warned of where a GPU is served by it.
+    single token, a mask, fp32), or None. is_slow: to be warned of where a GPU is served by it.
     """
 
     name: str
@@ -130,7 +134,7 @@ class Operator:
     def choose(self, situation: Situation, call: Any = None) -> Backend:
         """The backend for a situation, the same at every call; rivals are timed on `call` where it is given.
 
-        Raises RuntimeError where the forced one can't serve.
+        Raises BackendRefusal where the forced one can't serve.
         """
         chosen = self._chosen.get(situation)
         if chosen is None:
@@ -144,7 +148,7 @@ class Operator:
             forced = self.backend(self.wish)
             reason = forced.cannot(situation)
             if reason is not None:
-                raise RuntimeError(
+                raise BackendRefusal(
                     f"{self._asked_by}: {forced.name} was asked for, but cannot serve {situation}: {reason}"
                 )
             if forced.leaves(situation) is None:

@@ -38,8 +38,10 @@ OPERATORS: dict[str, Operator] = {
         "full attention (F)",
         "HYDRAHEAD_FULL_BACKEND",
         (
-            Backend("cudnn", full.run_cudnn, full.cudnn_cannot, full.no_growing_steps),
-            Backend("flash_attn", full.run_flash_attn, full.flash_attn_cannot, full.no_masks),
+            Backend("cudnn", full.run_cudnn, full.cudnn_cannot, full.cudnn_leaves),
+            Backend(
+                "flash_attn", full.run_flash_attn, full.flash_attn_cannot, full.flash_attn_leaves
+            ),
             Backend("sdpa", full.run_sdpa, full.sdpa_cannot),
             Backend("torch", full.run_torch, never, is_slow=True),
         ),
@@ -96,7 +98,7 @@ def gated_delta_net(
     q and k are taken before their L2 norm, a and b before their activations: g = -exp(A_log) softplus(a + dt_bias),
     beta = sigmoid(b). A token with a = b = -inf leaves the state alone. q_index and kv_index (int32) name the heads that
     run and whose k and v they read; without them all H = G heads do. cu_seqlens: bounds of N sequences packed into one
-    row; N = B without it. Raises RuntimeError where a backend is forced that can't serve.
+    row; N = B without it. Raises BackendRefusal where a backend is forced that can't serve.
     """
     dtype = working_dtype(v_BTGD)
     call = GatedDeltaCall(
@@ -124,7 +126,7 @@ def attend(
     """Softmax attention [B, n, T, D] of n query heads over m KV heads, n a multiple of m: head i reads i * m // n.
 
     pairs_B1TS: which key each query may see; without it all earlier ones and itself (T = S), or with T = 1 everything.
-    Raises RuntimeError where a backend is forced that can't serve.
+    Raises BackendRefusal where a backend is forced that can't serve.
     """
     dtype = working_dtype(q_BnTD)
     call = AttentionCall(q_BnTD.to(dtype), k_BmSD.to(dtype), v_BmSD.to(dtype), pairs_B1TS)
@@ -141,7 +143,7 @@ def norm_and_rotate(
 ) -> tuple[Tensor, Tensor]:
     """q and k after their norms (both or neither) and RoPE, where there are tables.
 
-    Raises RuntimeError where a backend is forced that can't serve.
+    Raises BackendRefusal where a backend is forced that can't serve.
     """
     q_weight_D = k_weight_D = None
     eps = 0.0
@@ -161,7 +163,7 @@ def norm_and_rotate(
 def fuse_and_scatter(full_BTFD: Tensor | None, linear: LinearHeads, order: HeadIndex) -> Tensor:
     """o_proj's input [B, T, H, D]: full-attention heads as they are, linear heads after fusion.fuse, each at its own index.
 
-    order.heads[h] is the place of head h, full-attention heads counted first. Raises RuntimeError where a backend is
+    order.heads[h] is the place of head h, full-attention heads counted first. Raises BackendRefusal where a backend is
     forced that can't serve.
     """
     call = FusionCall(full_BTFD, *linear, order)

@@ -133,14 +133,16 @@ def cudnn_cannot(situation: Situation) -> str | None:
         return "needs a CUDA device"
     if situation.capability[0] < 9:
         return "is asked for on Hopper and later only, before which SDPA's own choice is as fast"
-    return _sdpa_lacks(situation, "cudnn")
+    # Another dtype is left to others, so that what torch lacks is asked of one that cuDNN takes.
+    dtype = situation.dtype if situation.dtype in HALF else torch.bfloat16
+    return _sdpa_lacks(replace(situation, dtype=dtype), "cudnn")
 
 
-def no_growing_steps(situation: Situation) -> str | None:
-    """cuDNN makes a plan for each length, and a step's is never seen again."""
-    return (
-        "would make a new plan for every token of a decode" if situation.purpose == STEP else None
-    )
+def cudnn_leaves(situation: Situation) -> str | None:
+    """cuDNN takes half precision alone; it makes a plan for each length, and a step's is never seen again."""
+    if situation.purpose == STEP:
+        return "would make a new plan for every token of a decode"
+    return _no_full_precision(situation)
 
 
 def sdpa_cannot(situation: Situation) -> str | None:
@@ -156,17 +158,21 @@ def flash_attn_cannot(situation: Situation) -> str | None:
     """Why flash-attn can't serve."""
     if situation.device.type != "cuda":
         return "needs a CUDA device"
-    if situation.dtype not in HALF:
-        return "takes bfloat16 and float16 only"
     if situation.head_dim % 8 or situation.head_dim > FLASH_DIM:
         return f"takes head_dim up to {FLASH_DIM}, multiples of 8"
     found = _flash_attn(situation.capability[0])
     return found if isinstance(found, str) else None
 
 
-def no_masks(situation: Situation) -> str | None:
-    """flash-attn knows causality alone."""
-    return "takes no mask, as padding makes one" if situation.masked else None
+def flash_attn_leaves(situation: Situation) -> str | None:
+    """flash-attn takes half precision alone, and knows causality alone."""
+    if situation.masked:
+        return "takes no mask, as padding makes one"
+    return _no_full_precision(situation)
+
+
+def _no_full_precision(situation: Situation) -> str | None:
+    return None if situation.dtype in HALF else "takes bfloat16 and float16 only"
 
 
 CHECKS = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from ..attention.backends import AUTO, INFERENCE, TRAINING, Situation
+from ..attention.backends import AUTO, INFERENCE, TRAINING, BackendRefusal, Situation
 from ..attention.dispatch import OPERATORS, set_backend
 from ..config import KernelsConfig
 from ..errors import EnvironmentFault
@@ -19,10 +22,22 @@ def use_kernels(config: KernelsConfig) -> None:
         set_backend(name, getattr(config, name), f"kernels.{name}")
 
 
+@contextmanager
+def kernel_faults() -> Iterator[None]:
+    """Raises EnvironmentFault where a call within comes to a backend that was asked for and cannot serve it."""
+    try:
+        yield
+    except BackendRefusal as error:
+        raise EnvironmentFault(str(error)) from error
+
+
 def check_kernels(
     config: KernelsConfig, device: torch.device, dtype: str, head_dim: int, *, trains: bool
 ) -> None:
-    """Raises EnvironmentFault where a backend that the section asks for can't serve a run's calls."""
+    """Raises EnvironmentFault where a backend that the section asks for can't serve a run's calls.
+
+    It must serve the teacher's own dtype: to leave all of a run to others is no way to be asked for.
+    """
     dtypes = {INFERENCE: getattr(torch, dtype)}
     if trains:
         dtypes[TRAINING] = TRAINING_DTYPE[device.type] or dtypes[INFERENCE]
@@ -30,9 +45,10 @@ def check_kernels(
         wish = getattr(config, name)
         for purpose, found in dtypes.items():
             situation = Situation(device, found, head_dim, purpose)
-            reason = None if wish == AUTO else operator.backend(wish).cannot(situation)
+            reason = None if wish == AUTO else operator.refusal(wish, situation)
             if reason is not None:
-                able = [b.name for b in operator.backends if b.cannot(situation) is None]
+                names = (backend.name for backend in operator.backends)
+                able = [n for n in names if operator.refusal(n, situation) is None]
                 raise EnvironmentFault(
                     f"kernels.{name}: {wish} cannot serve {situation}: {reason}; allowed here: "
                     f"{', '.join([AUTO, *able])}"

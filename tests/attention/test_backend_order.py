@@ -129,3 +129,24 @@ def test_order_of_full_attention_backends(gpu: Gpu) -> None:
     assert "takes no such thing" in str(OPERATORS["full"].refusal("sdpa", train))
     wide = replace(train, head_dim=260)
     assert "multiples of 8" in str(OPERATORS["full"].refusal("flash_attn", wide))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash_attn"])
+def test_full_precision_goes_past_a_forced_backend_of_half_precision(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def lacks(situation: Situation, kernel: str) -> str | None:
+        wrong = kernel == "cudnn" and situation.dtype == torch.float32
+        return "no fp32" if wrong else None
+
+    gpu.has(flash=object())
+    monkeypatch.setattr(full_backends, "_sdpa_lacks", lacks)
+    full = OPERATORS["full"]
+    operator = Operator("full", full.title, "HYDRAHEAD_NO", full.backends)
+    operator.force(name, "kernels.full")
+    half = Situation(CUDA, torch.bfloat16, 128, INFERENCE)
+    assert operator.choose(half).name == name
+    for purpose in (INFERENCE, TRAINING):
+        single = replace(half, dtype=torch.float32, purpose=purpose)
+        assert operator.choose(single).name == "sdpa"
+        assert operator.refusal(name, single) == "takes bfloat16 and float16 only"

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from archsearch.attention.dispatch import OPERATORS
+from archsearch.attention.backends import Situation
+from archsearch.attention.dispatch import OPERATORS, attend, set_backend
 from archsearch.config import KernelsConfig
 from archsearch.errors import EnvironmentFault
-from archsearch.models.kernels import check_kernels, use_kernels
+from archsearch.models.kernels import check_kernels, kernel_faults, use_kernels
 
 CPU = torch.device("cpu")
 
@@ -57,3 +58,29 @@ def test_training_on_a_gpu_is_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
         "inference on cuda in float32, head_dim 64",
         "training on cuda in bfloat16, head_dim 64",
     ]
+
+
+def test_a_backend_that_leaves_the_dtype_of_the_teacher_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leaves(situation: Situation) -> str | None:
+        return "takes bf16 only" if situation.dtype == torch.float32 else None
+
+    table = OPERATORS["full"]
+    half = replace(table.backend("sdpa"), cannot=lambda situation: None, leaves=leaves)
+    monkeypatch.setattr(table, "backends", (half, table.backend("torch")))
+    config, gpu = KernelsConfig(full="sdpa"), torch.device("cuda")
+    check_kernels(config, gpu, "bfloat16", 64, trains=True)
+    with pytest.raises(EnvironmentFault, match=r"bf16 only; allowed here: auto, torch$"):
+        check_kernels(config, gpu, "float32", 64, trains=True)
+
+
+def test_a_refusal_in_the_midst_of_work_is_a_fault_of_one_line() -> None:
+    set_backend("full", "flash_attn", "kernels.full")
+    x = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(EnvironmentFault) as caught, kernel_faults():
+        attend(x, x, x)
+    assert str(caught.value) == (
+        "kernels.full: flash_attn was asked for, but cannot serve inference on cpu in float32, head_dim 16: "
+        "needs a CUDA device"
+    )
