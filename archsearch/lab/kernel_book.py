@@ -44,13 +44,19 @@ class Figures:
         ]
 
     def ratio(self, slower: str, faster: str, batch: int, tokens: int, goal: str | None) -> None:
-        """How many times faster `faster` is, for each of its rows and the last of `slower`'s."""
+        """How many times faster `faster` is, for each of its rows and the last of `slower`'s.
+
+        By replays of CUDA graphs where both have that time, else by eager calls, whose ratio is recorded either way.
+        """
         others = self.find(slower, batch, tokens)
         for row in self.find(faster, batch, tokens) if others else []:
-            kept = {key: row[key] for key in ("half_life_tokens",) if key in row}
-            times = others[-1]["value"] / row["value"]
-            facts = {"batch": batch, "tokens": tokens, **kept}
-            self.add(f"{slower} over {faster}", times, "times", goal, **facts)
+            facts = {key: row[key] for key in ("half_life_tokens",) if key in row}
+            eager = others[-1]["value"] / row["value"]
+            both = "graph_ms" in row and "graph_ms" in others[-1]
+            times = others[-1]["graph_ms"] / row["graph_ms"] if both else eager
+            facts |= {"by": "graph replays" if both else "eager calls", "eager_times": eager}
+            metric = f"{slower} over {faster}"
+            self.add(metric, times, "times", goal, batch=batch, tokens=tokens, **facts)
 
     def add(
         self, metric: str, value: float, unit: str, compared_to: str | None = None, **facts: Any

@@ -12,10 +12,10 @@ import torch
 from archsearch_kernels.gdn import reference
 
 from .kernel_book import Figures
+from .kernel_graphs import add_times
 from .kernel_rivals import HALF_LIVES, RIVALS, SHAPES, Case, draw_core, forget_tuning
 from .kernel_timing import (
     floor_ms,
-    median_ms,
     relative_errors,
     run_with_gradients,
     stages_ms,
@@ -96,18 +96,15 @@ def time_core(figures: Figures) -> None:
         for half_life in HALF_LIVES.values():
             case = RIVALS["ours"](draw_core(batch, tokens, half_life, HEADS))
             facts = {"batch": batch, "tokens": tokens, "heads": HEADS}
-            for direction, call in (("forward", case.forward), ("backward", case.backward())):
-                ms = median_ms(call)
-                least = floor_ms(batch * tokens * HEADS, direction)
-                figures.add(
+            for direction, make in case.passes().items():
+                add_times(
+                    figures,
                     f"GDN {direction}, ours",
-                    ms,
-                    "ms",
-                    f"floor {least:.3f} ms",
+                    make,
+                    floor_ms(batch * tokens * HEADS, direction),
                     **facts,
                     half_life_tokens=half_life,
-                    share_of_floor=least / ms,
-                    stages_ms=stages_ms(call),
+                    stages_ms=stages_ms(make()),
                 )
 
 
@@ -120,17 +117,16 @@ def time_fla(figures: Figures) -> None:
         forget_tuning()
         case.both()
         difference = _difference(case, RIVALS["ours"](arguments))
-        for direction, call in (("forward", case.forward), ("backward", case.backward())):
-            ms = median_ms(call)
-            facts = {"batch": batch, "tokens": tokens, "heads": HEADS}
-            figures.add(
+        for direction, make in case.passes().items():
+            add_times(
+                figures,
                 f"GDN {direction}, fla-core",
-                ms,
-                "ms",
-                None,
-                **facts,
+                make,
+                batch=batch,
+                tokens=tokens,
+                heads=HEADS,
                 relative_difference_of_outputs=difference,
-                stages_ms=stages_ms(call),
+                stages_ms=stages_ms(make()),
             )
             figures.ratio(
                 f"GDN {direction}, fla-core",
@@ -139,6 +135,7 @@ def time_fla(figures: Figures) -> None:
                 tokens,
                 f"at least {GOALS[direction, batch]} times",
             )
+        figures.write()
 
 
 def _difference(one: Case, other: Case) -> float:

@@ -3,9 +3,10 @@
     python -m archsearch.lab.kernel_figures --figures runs/lab/kernels.json [--only SECTION ...]
 
 Sections, in this order; each has a limit of time, and the file is written after each:
-first_call (an empty process and empty caches), accuracy, core and layer (our times), head_maps, long, memory, fla (all of
-fla-core's times and the composition's), flashqla. No time is taken where accuracy failed. fla-core compiles in processes of
-its own beside head_maps, long and memory; after --fla-seconds it goes without. FlashQLA runs where its packages are.
+prepare_fla (goes with fla: fla-core's kernels compiled in processes of their own, in --fla-seconds at most), first_call (an
+empty process and empty caches), accuracy, core and layer (our times), head_maps, long, memory, fla (all of fla-core's times
+and the composition's), flashqla (where its packages are). No time is taken where accuracy failed. Times are those of eager
+calls and of replays of CUDA graphs; ratios are of replays where both sides have them. --dry only says how long it may take.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .kernel_book import Figures
 from .kernel_core import Inaccurate, check_core, time_core, time_fla
-from .kernel_layer import RATIOS, check_layer, time_composition, time_layer
+from .kernel_layer import check_layer, time_composition, time_layer
 from .kernel_limits import count_compilations, measure_memory, run_long
+from .kernel_prepare import prepare
 from .kernel_timing import limit
 
 FIRST_CALL_SECONDS = 120.0
 FLASHQLA_SECONDS = 300.0
+MARGIN_SECONDS = 15.0
+"""For processes that are ended."""
 FLASHQLA_ANCHORS = {
     ("forward", 1, 32768): 0.38,
     ("backward", 1, 32768): 0.84,
@@ -43,37 +47,12 @@ FLASHQLA_ANCHORS = {
 
 @dataclass
 class Run:
-    """What the sections share: the file, a scratch folder, and fla-core's compiling processes."""
+    """What the sections share: the file, a scratch folder, and how long fla-core may compile."""
 
     figures: Figures
     scratch: Path
     fla_seconds: float
     accurate: bool | None = None
-    warming: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    warm_until: float = 0.0
-
-    def start_fla(self) -> None:
-        """Has fla-core compile in other processes, each variant once, into Triton's cache, which this process reads later."""
-        self.warm_until = time.monotonic() + self.fla_seconds
-        for what in ("core", *RATIOS):
-            command = [sys.executable, "-m", "archsearch.lab.kernel_layer", "--warm", what]
-            self.warming[what] = subprocess.Popen(command)
-
-    def wait_for_fla(self) -> list[str]:
-        """What fla-core has not compiled when its time is up, with why; those processes are ended."""
-        failed = []
-        for what, process in self.warming.items():
-            try:
-                code = process.wait(max(0.0, self.warm_until - time.monotonic()))
-                reason = f"ended with {code}" if code else ""
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                reason = f"did not finish in {self.fla_seconds:.0f} s"
-            if reason:
-                failed.append(f"{what} {reason}")
-        self.warming.clear()
-        return failed
 
     def require_accuracy(self) -> None:
         """Checks once a run. Raises Inaccurate."""
@@ -102,9 +81,19 @@ class Run:
         return (json.loads(journal.read_text()) if journal.exists() else {}) | ended
 
 
+def prepare_fla(run: Run) -> None:
+    """fla-core's kernels, compiled into Triton's cache, which `fla` reads; nothing else runs meanwhile."""
+    if find_spec("fla") is None:
+        run.figures.remark("fla-core is not installed")
+        return
+    facts = prepare(run.scratch, run.fla_seconds)
+    metric = "fla-core's variants compiled beforehand, of all that its tuning tries"
+    run.figures.add(metric, facts["compiled"], "variants", None, **facts)
+
+
 def first_call(run: Run) -> None:
     """An empty process: a layer forward and backward, a second head map, another batch shape; the core alone likewise."""
-    layer = run.fresh("archsearch.lab.kernel_layer", "--first-call", seconds=FIRST_CALL_SECONDS)
+    layer = run.fresh("archsearch.lab.kernel_layer", seconds=FIRST_CALL_SECONDS)
     core = run.fresh("archsearch.lab.kernel_rivals", "ours", seconds=FIRST_CALL_SECONDS)
     if "first_map_s" in layer:
         seconds = layer["first_map_s"] - layer["first_map_begins_s"]
@@ -161,20 +150,14 @@ def fla(run: Run) -> None:
     if find_spec("fla") is None:
         run.figures.remark("fla-core is not installed")
         return
-    failed = run.wait_for_fla()
-    if failed:
-        run.figures.remark(f"fla-core's compilation, where it was not done: {failed}")
-    if "core" not in " ".join(failed):
-        time_fla(run.figures)
-        run.figures.write()
-    if not any(ratio in " ".join(failed) for ratio in RATIOS):
-        time_composition(run.figures)
-        measure_memory(run.figures, rivals=True)
+    time_fla(run.figures)
+    time_composition(run.figures)
+    measure_memory(run.figures, rivals=True)
 
 
 def flashqla(run: Run) -> None:
     """FlashQLA in an empty process, or the figures known of it."""
-    missing = [name for name in ("tilelang", "flash_qla", "fla") if find_spec(name) is None]
+    missing = _missing_of_flashqla()
     journal: dict[str, Any] = {}
     if missing:
         run.figures.remark(f"FlashQLA did not run: no {', '.join(missing)}; figures are anchors")
@@ -198,7 +181,12 @@ def flashqla(run: Run) -> None:
         run.figures.ratio(rival, own, batch, tokens, "at least 0.87 times")
 
 
+def _missing_of_flashqla() -> list[str]:
+    return [name for name in ("tilelang", "flash_qla", "fla") if find_spec(name) is None]
+
+
 SECTIONS: dict[str, Callable[[Run], None]] = {
+    "prepare_fla": prepare_fla,
     "first_call": first_call,
     "accuracy": accuracy,
     "core": core,
@@ -209,22 +197,25 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
     "fla": fla,
     "flashqla": flashqla,
 }
-ALONE = ("first_call", "accuracy", "core", "layer")
-"""Sections beside which nothing may run."""
 OWN_LIMIT = {"first_call": 2 * FIRST_CALL_SECONDS, "flashqla": FLASHQLA_SECONDS + 10}
-"""Sections whose seconds are not --section-seconds."""
+"""Sections whose seconds do not follow from the command line; `fla` has twice --section-seconds, since it tunes six times."""
+
+
+def limits(names: Sequence[str], section_seconds: float, fla_seconds: float) -> dict[str, float]:
+    """The most seconds of each section."""
+    own = {**OWN_LIMIT, "prepare_fla": fla_seconds + MARGIN_SECONDS, "fla": 2 * section_seconds}
+    if _missing_of_flashqla():
+        own.pop("flashqla")
+    return {name: own.get(name, section_seconds) for name in names}
 
 
 def run_sections(run: Run, names: Sequence[str], section_seconds: float) -> list[str]:
     """Runs them in order and writes the file after each; a failure is a remark. Returns those that failed."""
     failed = []
-    for name in names:
+    for name, seconds in limits(names, section_seconds, run.fla_seconds).items():
         run.figures.section, started = name, time.monotonic()
-        if name not in ALONE and "fla" in names and not run.warm_until and find_spec("fla"):
-            run.start_fla()
-        extra = run.fla_seconds if name == "fla" else 0.0
         try:
-            with limit(OWN_LIMIT.get(name, section_seconds) + extra):
+            with limit(seconds):
                 SECTIONS[name](run)
         except Exception as error:  # the other sections' figures are worth having
             traceback.print_exc()
@@ -241,22 +232,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--fla-seconds", type=float, default=240.0)
+    parser.add_argument("--fla-seconds", type=float, default=150.0)
     parser.add_argument("--section-seconds", type=float, default=120.0)
+    parser.add_argument("--dry", action="store_true", help="only say how long it may take")
     parser.add_argument("--commit", help="of the source tree, where git cannot tell")
     options = parser.parse_args()
-    names = [name for name in SECTIONS if name in options.only]
+    asked = {*options.only, *(["prepare_fla"] if "fla" in options.only else [])}
+    names = [name for name in SECTIONS if name in asked]
+    most = limits(names, options.section_seconds, options.fla_seconds)
+    told = ", ".join(f"{name} {seconds:.0f}" for name, seconds in most.items())
+    print(f"at most {sum(most.values()):.0f} s: {told}", flush=True)
+    if options.dry:
+        return
     # fla-core must choose its variants here, with nothing beside it, and not read what its compiling processes chose.
     os.environ["FLA_CACHE_RESULTS"] = "0"
     with tempfile.TemporaryDirectory() as scratch:
         replaced = {*names, *(["accuracy"] if {"core", "layer"} & {*names} else [])}
         figures = Figures(options.figures, replaced, options.commit)
         run = Run(figures, Path(scratch), options.fla_seconds)
-        try:
-            failed = run_sections(run, names, options.section_seconds)
-        finally:
-            run.warm_until = 0.0
-            run.wait_for_fla()
+        failed = run_sections(run, names, options.section_seconds)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -1,10 +1,8 @@
 """Figures of a whole layer of mixed heads between projections, against the same layer of fla-core, cuDNN and torch ops.
 
-    python -m archsearch.lab.kernel_layer --first-call --to FILE
-    python -m archsearch.lab.kernel_layer --warm core|7:1|3:1
+    python -m archsearch.lab.kernel_layer --to FILE
 
-The first form times the first calls of an empty process (its caches are the caller's to choose); the second has fla-core
-compile all that the figures need of it.
+times the first calls of an empty process; its caches are the caller's to choose.
 
 Shapes: B batch, T tokens, D head_dim; 16 query heads over 8 KV heads.
 """
@@ -26,9 +24,9 @@ from archsearch_kernels.mixed.bench import FULL, SHAPES, draw_layer, gradients, 
 
 from .kernel_book import Figures
 from .kernel_core import Inaccurate, too_large
-from .kernel_rivals import RIVALS, Journal, draw_core, forget_tuning
+from .kernel_graphs import add_times
+from .kernel_rivals import Journal, forget_tuning
 from .kernel_timing import (
-    median_ms,
     relative_errors,
     run_with_gradients,
     stages_ms,
@@ -57,9 +55,9 @@ def on_two_streams(**arguments: Any) -> Tensor:
     return ours(**arguments, side_stream=_side_stream())
 
 
-def with_kept_heads(**arguments: Any) -> Tensor:
-    """Our layer, keeping the prologue's q and k for the backward pass."""
-    return ours(**arguments, remake=False)
+def with_remade_heads(**arguments: Any) -> Tensor:
+    """Our layer, making the prologue's q and k again in the backward pass."""
+    return ours(**arguments, remake=True)
 
 
 _streams: list[torch.cuda.Stream] = []
@@ -74,7 +72,7 @@ def _side_stream() -> torch.cuda.Stream:
 VARIANTS: dict[str, Layer] = {
     "ours": ours,
     "ours, two streams": on_two_streams,
-    "ours, q and k kept": with_kept_heads,
+    "ours, q and k remade": with_remade_heads,
 }
 
 
@@ -135,6 +133,7 @@ def time_composition(figures: Figures) -> None:
             goal = f"at least {GOALS[ratio, batch]} times"
             for name in VARIANTS:
                 figures.ratio(f"{what}, composition", f"{what}, {name}", batch, tokens, goal)
+            figures.write()
 
 
 def _agree(figures: Figures, what: str, arguments: dict[str, Any]) -> None:
@@ -152,10 +151,10 @@ def _time(figures: Figures, what: str, name: str, layer: Layer, arguments: dict[
     forward = partial(layer, **arguments)
     both = partial(gradients, forward, arguments)
     facts = {"batch": arguments["q_BTHD"].shape[0], "tokens": arguments["q_BTHD"].shape[1]}
-    figures.add(f"{what} forward, {name}", median_ms(forward), "ms", None, **facts)
+    add_times(figures, f"{what} forward, {name}", lambda: forward, **facts)
     stages = stages_ms(both)
-    facts |= {"stages_ms": stages}
-    figures.add(f"{what} forward and backward, {name}", median_ms(both), "ms", None, **facts)
+    metric = f"{what} forward and backward, {name}"
+    add_times(figures, metric, lambda: both, **facts, stages_ms=stages)
 
 
 def first_calls(journal: Journal) -> None:
@@ -175,31 +174,11 @@ def first_calls(journal: Journal) -> None:
     journal.note("finished", True)
 
 
-def warm(what: str) -> None:
-    """Compiles fla-core's kernels, every variant, at both shapes."""
-    for batch, tokens in SHAPES:
-        if what == "core":
-            case = RIVALS["fla"](draw_core(batch, tokens))
-            forget_tuning(measured=False)
-            case.both()
-        else:
-            arguments = draw_layer(batch, tokens, plan_of(FULL[what]))
-            RIVALS["fla"](draw_core(1, 64))  # imports fla-core
-            forget_tuning(measured=False)
-            gradients(partial(composition.mixed_heads, **arguments), arguments)
-
-
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first-call", action="store_true")
-    parser.add_argument("--to", type=Path, default=Path("first_call.json"))
-    parser.add_argument("--warm", choices=("core", *RATIOS))
-    options = parser.parse_args()
-    if options.first_call:
-        first_calls(Journal(options.to))
-    if options.warm is not None:
-        warm(options.warm)
+    parser.add_argument("--to", type=Path, required=True)
+    first_calls(Journal(parser.parse_args().to))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,10 @@ class Case:
         d_out = torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
         return lambda: torch.autograd.grad(out, self.leaves, d_out, retain_graph=True)
 
+    def passes(self) -> dict[str, Callable[[], Callable[[], object]]]:
+        """What makes each pass, to be repeated, on the stream that is current then."""
+        return {"forward": lambda: self.forward, "backward": self.backward}
+
 
 def draw_core(
     batch: int,
@@ -138,21 +142,17 @@ RIVALS: dict[str, Callable[[dict[str, Any]], Case]] = {
 }
 
 
-def forget_tuning(*, measured: bool = True) -> int:
+def forget_tuning() -> int:
     """Has every autotuned kernel tune anew at its next call; the number of them.
 
-    fla-core's choice does not depend on B and T, so that it tunes for each shape only if told. Not measured: variants
-    are compiled and run once, and any of them is taken.
+    fla-core's choice does not depend on B and T, so that it tunes for each shape only if told.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
 
     def tune(call: Callable[[], Any], quantiles: Any) -> Any:
-        if measured:
-            warmup, rep = TUNING_MS
-            return do_bench(call, warmup=warmup, rep=rep, quantiles=quantiles)
-        call()
-        return [1.0] * len(quantiles)
+        warmup, rep = TUNING_MS
+        return do_bench(call, warmup=warmup, rep=rep, quantiles=quantiles)
 
     # By type alone: isinstance would wake lazily imported modules.
     tuned: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), Autotuner)]

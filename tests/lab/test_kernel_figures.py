@@ -8,16 +8,17 @@ import subprocess
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from archsearch.lab import kernel_core, kernel_figures, kernel_layer, kernel_limits
+from archsearch.lab import kernel_core, kernel_figures, kernel_graphs, kernel_layer, kernel_limits
 from archsearch.lab.kernel_book import Figures
 from archsearch.lab.kernel_core import too_large
-from archsearch.lab.kernel_figures import Run, run_sections
-from archsearch.lab.kernel_layer import on_two_streams, ours, with_kept_heads
+from archsearch.lab.kernel_figures import Run, limits, run_sections
+from archsearch.lab.kernel_layer import on_two_streams, ours, with_remade_heads
 from archsearch.lab.kernel_limits import random_maps
 from archsearch.lab.kernel_rivals import RIVALS, Journal, draw_core
 from archsearch.lab.kernel_timing import (
@@ -146,13 +147,21 @@ def test_rows_of_other_sections_are_kept_and_compared(tmp_path: Path) -> None:
     again.add("theirs", 6.0, "ms", batch=8, tokens=4)
     again.ratio("theirs", "ours", 8, 4, "at least 2 times")
     again.ratio("theirs", "ours", 1, 4, None)
+    again.add("graphs", 5.0, "ms", batch=8, tokens=4, graph_ms=1.5)
+    again.add("theirs", 7.0, "ms", batch=8, tokens=4, graph_ms=6.0)
+    again.ratio("theirs", "graphs", 8, 4, None)
     again.write()
     found = json.loads(path.read_text())
     assert [(row["metric"], row["value"]) for row in found] == [
         ("ours", 2.0),
         ("theirs", 6.0),
         ("theirs over ours", 3.0),
+        ("graphs", 5.0),
+        ("theirs", 7.0),
+        ("theirs over graphs", 4.0),
     ]
+    assert (found[2]["by"], found[5]["by"]) == ("eager calls", "graph replays")
+    assert found[5]["eager_times"] == pytest.approx(1.4)
     assert found[2]["half_life_tokens"] == 64.0
     assert found[2]["commit"] == "abc"
 
@@ -167,6 +176,19 @@ def test_a_fresh_process_has_its_own_caches_and_may_be_stopped(
 
     monkeypatch.setattr(subprocess, "run", execute)
     assert run.fresh("module", "ours", seconds=4) == {"first_map_s": 3.0, "stopped_after_s": 4}
+
+
+def test_a_section_s_limit_and_the_whole_run_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_figures, "find_spec", lambda name: None)
+    assert limits(["core", "fla", "flashqla"], 10, 7) == {"core": 10, "fla": 20, "flashqla": 10}
+    command = ["kernel_figures", "--figures", str(tmp_path / "x.json"), "--dry"]
+    command += ["--section-seconds", "10", "--fla-seconds", "7", "--only", "fla", "core"]
+    monkeypatch.setattr("sys.argv", command)
+    kernel_figures.main()
+    assert capsys.readouterr().out == "at most 52 s: prepare_fla 22, core 10, fla 20\n"
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_flashqla_that_is_not_there_is_quoted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +240,20 @@ def test_compilations_are_counted() -> None:
 def test_variants_of_the_layer_agree() -> None:
     arguments = draw_layer(1, 5, plan_of(FULL["7:1"], "cpu"), dim=16, dtype=torch.float32)
     expected = run_with_gradients(reference.mixed_heads, widened(arguments))
-    for layer in (ours, with_kept_heads):
+    for layer in (ours, with_remade_heads):
         errors = relative_errors(run_with_gradients(layer, arguments), expected)
         assert max(errors.values()) < 1e-4
     assert on_two_streams is not ours
+
+
+class FakeReplay:
+    """A graph's replay that makes the call again."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
 
 
 @pytest.fixture
@@ -232,11 +264,15 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def median_ms(call: Any) -> float:
         call()
-        return 2.0
+        return 1.0 if isinstance(call, FakeReplay) else 2.0
 
+    monkeypatch.setattr(kernel_graphs, "median_ms", median_ms)
+    monkeypatch.setattr(
+        kernel_graphs, "capture", lambda make: SimpleNamespace(replay=FakeReplay(make()))
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for module in (kernel_core, kernel_layer, kernel_limits):
-        for name, value in (("SHAPES", ((1, 3), (2, 2))), ("median_ms", median_ms)):
-            monkeypatch.setattr(module, name, value, raising=False)
+        monkeypatch.setattr(module, "SHAPES", ((1, 3), (2, 2)), raising=False)
         for name in ("plan_of", "draw_layer", "draw_core"):
             monkeypatch.setattr(module, name, CPU_INPUTS[name], raising=False)
         monkeypatch.setattr(module, "stages_ms", lambda call: {"kernel": 1.0}, raising=False)
@@ -277,7 +313,6 @@ def rivals_on_cpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(composition, "by_fla", delta_rule)
     monkeypatch.setattr(kernel_figures, "find_spec", lambda name: name == "fla")
-    monkeypatch.setattr(Run, "start_fla", lambda run: setattr(run, "warm_until", 1.0))
     goals = {**kernel_core.GOALS, ("forward", 2): 2.5, ("backward", 2): 2.0}
     monkeypatch.setattr(kernel_core, "GOALS", goals)
     layers = {**kernel_layer.GOALS, ("7:1", 2): 2.0, ("3:1", 2): 1.9}
@@ -306,10 +341,12 @@ def test_our_sections_from_end_to_end(run: Run) -> None:
     assert run_sections(run, names, 200) == []
     found = {row["metric"]: row for row in rows(run)}
     assert found["GDN backward, ours"]["stages_ms"] == {"kernel": 1.0}
+    assert found["GDN backward, ours"]["graph_ms"] == 1.0
     assert found["GDN backward, ours"]["half_life_tokens"] == 65536.0
     assert found["layer 3:1 forward and backward, ours"]["value"] == 2.0
     assert found["tensors that are not finite, output and gradients"]["value"] == 0
     assert found["Triton kernels compiled over 2 head maps after the first"]["value"] == 0
     assert found["layer 7:1, ours: peak memory of forward and backward"]["value"] == 1.0
     slower = "all heads full attention forward and backward, cuDNN with torch ops"
-    assert found[f"{slower} over layer 7:1 forward and backward, ours"]["value"] == 1.0
+    ratio = found[f"{slower} over layer 7:1 forward and backward, ours"]
+    assert (ratio["value"], ratio["by"]) == (1.0, "graph replays")
