@@ -25,14 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from archsearch_kernels.gdn.forward_kernels import (
-    FIELDS,
-    FORGOTTEN,
-    RUN_TIME_COUNTS,
-    UNALIGNED,
-    read_state,
-    write_state,
-)
+from archsearch_kernels.gdn.forward_kernels import FORGOTTEN, read_state, write_state
+from archsearch_kernels.gdn.transform_kernels import FIELDS, RUN_TIME_COUNTS, UNALIGNED
 
 
 @triton.jit(do_not_specialize=RUN_TIME_COUNTS, do_not_specialize_on_alignment=UNALIGNED)
@@ -75,7 +69,7 @@ def replay(
     i = tl.arange(0, C)
     d = tl.arange(0, D)
     e = tl.arange(0, V)
-    kv_head = tl.load(kv_index + head)
+    kv_head = tl.load(kv_index + head).to(tl.int64)
     k += batch * k_sb + kv_head * k_sh
     v += batch * v_sb + kv_head * v_sh + column
     state = tl.zeros([V, D], dtype=tl.float32)
@@ -181,9 +175,9 @@ def retreat(
     i = tl.arange(0, C)
     d = tl.arange(0, D)
     e = tl.arange(0, V)
-    q += batch * q_sb + tl.load(q_index + head) * q_sh
-    k += batch * k_sb + tl.load(kv_index + head) * k_sh
-    do += batch * do_sb + head * do_sh + column
+    q += batch * q_sb + tl.load(q_index + head).to(tl.int64) * q_sh
+    k += batch * k_sb + tl.load(kv_index + head).to(tl.int64) * k_sh
+    do += batch * do_sb + head.to(tl.int64) * do_sh + column
 
     d_state = tl.zeros([V, D], dtype=tl.float32)
     if d_final is not None:  # noqa: SIM102 - decided when compiled

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from archsearch_kernels.gdn.forward_kernels import (
+from archsearch_kernels.gdn.transform_kernels import (
     FIELDS,
     RUN_TIME_COUNTS,
     UNALIGNED,
@@ -97,7 +97,7 @@ def query_gradients(
     rows = (i < left)[:, None]
     at = token.to(tl.int64)
     if head >= heads:
-        gate = tl.load(idle + head - heads)
+        gate = tl.load(idle + head - heads).to(tl.int64)
         spare = (batch * tokens + at + i) * q_heads + gate
         at_decay = d_decay + gate * num_chunks + tl.load(segment + 4) + number
         tl.store(at_decay, 0.0)
@@ -107,11 +107,11 @@ def query_gradients(
         tl.store(da + spare, tl.zeros([C], dtype=da.dtype.element_ty), mask=i < left)
         tl.store(db + spare, tl.zeros([C], dtype=db.dtype.element_ty), mask=i < left)
         return
-    gate = tl.load(q_index + head)
+    gate = tl.load(q_index + head).to(tl.int64)
     place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
-    do += batch * do_sb + at * do_st + head * do_sh
+    do += batch * do_sb + at * do_st + head.to(tl.int64) * do_sh
     q += batch * q_sb + at * q_st + gate * q_sh
-    k += batch * k_sb + at * k_st + tl.load(kv_index + head) * k_sh
+    k += batch * k_sb + at * k_st + tl.load(kv_index + head).to(tl.int64) * k_sh
 
     d_local = tl.zeros([C, C], dtype=tl.float32)
     dq_rows = tl.zeros([C, D], dtype=tl.float32)
@@ -190,14 +190,14 @@ def key_gradients(
     i = tl.arange(0, C)
     d = tl.arange(0, D)
     e = tl.arange(0, V)
-    kv_head = tl.load(kv_index + head)
+    kv_head = tl.load(kv_index + head).to(tl.int64)
     alone = tl.load(first_of + kv_head + 1) - tl.load(first_of + kv_head) == 1
     batch = tl.load(segment + 1).to(tl.int64)
     token = tl.load(segment + 2) + number * C
     rows = (i < tl.load(segment + 3) - token)[:, None]
     at = token.to(tl.int64)
     row = batch * tokens + at
-    gate = tl.load(q_index + head)
+    gate = tl.load(q_index + head).to(tl.int64)
     place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
     written_at = written_io + place * (C * D) + (i[:, None] * D + e[None, :])
     square = place * (D * D) + (e[:, None] * D + d[None, :])

@@ -1,4 +1,4 @@
-"""The gated delta rule of chosen heads on a GPU, forward, by Triton; same signature as reference.py.
+"""The gated delta rule of chosen heads on a GPU, forward, by Triton; reference.py in all but chunks_per_segment.
 
 Shapes: B batch, T tokens, H query heads, G heads of k and v, n selected heads, D head_dim, N sequences, C tokens in a chunk.
 """
@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from archsearch_kernels.gdn import forward_kernels as kernels
+from archsearch_kernels.gdn import transform_kernels
+from archsearch_kernels.gdn.inputs import check_inputs, check_no_gradient, check_state
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Schedule, schedule_of
 
 COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
@@ -44,7 +46,8 @@ PRECISION = {torch.bfloat16: "tf32", torch.float32: "tf32x3"}
 
 @dataclass(frozen=True)
 class Call:
-    """What the kernels share. x [chunks, n, C, C], g and c [chunks, n, C], totals [n, chunks]: results of the first stage."""
+    """What the kernels share. Of the first stage: x and local [chunks, n, C, C], factors [chunks, n, 3, C], g and c
+    [chunks, n, C], totals [n, chunks]."""
 
     q_BTHD: Tensor
     k_BTGD: Tensor
@@ -74,7 +77,7 @@ class Call:
         return self.dim // COLUMNS[self.dim]
 
     def options(self, launch: Mapping[str, int], columns: int) -> dict[str, Any]:
-        """What is fixed when a kernel is compiled; no head count is among it."""
+        """What is fixed when a kernel is compiled; no head count is among it. columns: the width of its tiles."""
         dtype = self.q_BTHD.dtype
         options: dict[str, Any] = {"D": self.dim, "C": CHUNK, "PRECISION": PRECISION[dtype]}
         options |= {"num_warps": 8 if columns > 64 else 4, **launch}
@@ -168,7 +171,9 @@ def run_forward(
     chunks_per_segment: int | None,
 ) -> Outcome:
     """gdn_forward, which also hands over what the backward pass needs."""
-    _check(q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, q_index_n, kv_index_n)
+    check_inputs(q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, q_index_n, kv_index_n)
+    tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state)
+    check_no_gradient(*tensors)
     batch, tokens, _, dim = q_BTHD.shape
     heads, device = q_index_n.numel(), q_BTHD.device
     o_BTnD = q_BTHD.new_empty(batch, tokens, heads, dim)
@@ -177,7 +182,7 @@ def run_forward(
         batch, tokens, cu_seqlens, programs // max(heads, 1), chunks_per_segment, device
     )
     states_shape = (plan.num_sequences, heads, dim, dim)
-    _check_state(initial_state, states_shape, device)
+    check_state(initial_state, states_shape, device)
     final = torch.empty(states_shape, device=device) if output_final_state else None
     if heads == 0 or batch == 0:
         return Outcome(o_BTnD, final, None, None)
@@ -200,7 +205,7 @@ def run_forward(
     with torch.cuda.device_of(q_BTHD):
         _transform(call, a_BTH, b_BTH, A_log_H, dt_bias_H)
         # The first call compiles what cut sequences need, cut or not: another number of heads may cut them.
-        links = _link_segments(call) if plan.is_cut or _is_new(call) else None
+        links = _link_segments(call) if plan.is_cut or is_new(*variant(call)) else None
         _attend(call, None if links is None else links.ends, o_BTnD, final)
     return Outcome(o_BTnD, final, call, links)
 
@@ -209,7 +214,7 @@ def _transform(
     call: Call, a_BTH: Tensor, b_BTH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor
 ) -> None:
     plan = call.plan
-    kernels.transform[(plan.num_segments * plan.chunks_per_segment * call.heads,)](
+    transform_kernels.transform[(plan.num_segments * plan.chunks_per_segment * call.heads,)](
         call.q_BTHD,
         call.k_BTGD,
         a_BTH,
@@ -285,11 +290,16 @@ def _link_segments(call: Call) -> Links:
 _seen: set[tuple[object, ...]] = set()
 
 
-def _is_new(call: Call) -> bool:
-    key = (call.dim, call.q_BTHD.dtype, call.q_BTHD.device, call.initial_NnDD is None)
-    is_new = key not in _seen
+def is_new(*key: object) -> bool:
+    """Whether this process asks for the first time."""
+    known = key in _seen
     _seen.add(key)
-    return is_new
+    return not known
+
+
+def variant(call: Call) -> tuple[object, ...]:
+    """What the kernels are compiled for."""
+    return call.dim, call.q_BTHD.dtype, call.q_BTHD.device, call.initial_NnDD is None
 
 
 def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | None) -> None:
@@ -318,56 +328,6 @@ def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | Non
         V=COLUMNS[call.dim],
         **call.options(LAUNCH["attend"], COLUMNS[call.dim]),
     )
-
-
-def _check(
-    q_BTHD: Tensor,
-    k_BTGD: Tensor,
-    v_BTGD: Tensor,
-    a_BTH: Tensor,
-    b_BTH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_H: Tensor,
-    q_index_n: Tensor,
-    kv_index_n: Tensor,
-) -> None:
-    """Shapes, types and strides; the values of the indices are the caller's, since reading them would wait for the GPU."""
-    tiles, gates = (q_BTHD, k_BTGD, v_BTGD), (a_BTH, b_BTH)
-    batch, tokens, heads, dim = q_BTHD.shape
-    if dim not in COLUMNS:
-        raise ValueError(f"head_dim {dim}; allowed: {', '.join(map(str, COLUMNS))}")
-    if q_BTHD.dtype not in INNER or any(x.dtype != q_BTHD.dtype for x in tiles):
-        raise ValueError(f"q, k, v must all be bf16 or fp32; got {[x.dtype for x in tiles]}")
-    groups = k_BTGD.shape[2]
-    if k_BTGD.shape != (batch, tokens, groups, dim) or v_BTGD.shape != k_BTGD.shape:
-        raise ValueError(f"q {q_BTHD.shape}, k {k_BTGD.shape} and v {v_BTGD.shape} do not fit")
-    if any(x.shape != (batch, tokens, heads) for x in gates) or any(
-        x.shape != (heads,) for x in (A_log_H, dt_bias_H)
-    ):
-        raise ValueError(f"a, b must be {(batch, tokens, heads)}, A_log and dt_bias {(heads,)}")
-    if any(x.stride(-1) != 1 for x in (*tiles, *gates, A_log_H, dt_bias_H)):
-        raise ValueError("the last stride of every input must be 1")
-    if any(x.dtype != torch.int32 or x.ndim != 1 for x in (q_index_n, kv_index_n)):
-        raise ValueError("q_index and kv_index must be int32 vectors")
-    if q_index_n.shape != kv_index_n.shape:
-        raise ValueError("q_index and kv_index must be equally long")
-    if torch.is_grad_enabled() and any(
-        x.requires_grad for x in (*tiles, *gates, A_log_H, dt_bias_H)
-    ):
-        raise ValueError(
-            "gdn_forward has no backward: call operator.gated_delta_net, or this under torch.no_grad()"
-        )
-
-
-def _check_state(state: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
-    if state is None:
-        return
-    if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
-        raise ValueError(
-            f"initial_state must be fp32 {shape} without gaps; got {state.dtype} {tuple(state.shape)}"
-        )
-    if state.device != device:
-        raise ValueError(f"initial_state is on {state.device}, q on {device}")
 
 
 @cache

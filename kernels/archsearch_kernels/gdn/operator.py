@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from archsearch_kernels.gdn.backward import Gates, gdn_backward
+from archsearch_kernels.gdn.backward import gdn_backward
+from archsearch_kernels.gdn.gradients import Gates
 from archsearch_kernels.gdn.kernel import Call, Links, gdn_forward, run_forward
 
 
@@ -31,7 +32,7 @@ def gated_delta_net(
     """kernel.gdn_forward, which says what it computes, with gradients of all but the indices.
 
     Entries of q_index must differ. Heads that do not run get zero gradients. Until the backward pass, 276 bytes a token-head
-    (bf16) are kept beside the inputs; there is no second derivative.
+    (bf16), and two fp32 states a segment where sequences are cut, are kept beside the inputs; there is no second derivative.
     """
     tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H)
     states = () if initial_state is None else (initial_state,)
