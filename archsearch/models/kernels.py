@@ -7,7 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from ..attention.backends import AUTO, INFERENCE, TRAINING, BackendRefusal, Situation
+from ..attention.backends import (
+    AUTO,
+    INFERENCE,
+    TRAINING,
+    BackendRefusal,
+    Situation,
+    wish_of_environment,
+)
 from ..attention.dispatch import OPERATORS, set_backend
 from ..config import KernelsConfig
 from ..errors import EnvironmentFault
@@ -34,7 +41,7 @@ def kernel_faults() -> Iterator[None]:
 def check_kernels(
     config: KernelsConfig, device: torch.device, dtype: str, head_dim: int, *, trains: bool
 ) -> None:
-    """Raises EnvironmentFault where a backend that the section asks for can't serve a run's calls.
+    """Raises EnvironmentFault where a backend that the section, or else the environment, asks for can't serve a run.
 
     It must serve the teacher's own dtype: to leave all of a run to others is no way to be asked for.
     """
@@ -42,7 +49,9 @@ def check_kernels(
     if trains:
         dtypes[TRAINING] = TRAINING_DTYPE[device.type] or dtypes[INFERENCE]
     for name, operator in OPERATORS.items():
-        wish = getattr(config, name)
+        wish, asked_by = getattr(config, name), f"kernels.{name}"
+        if wish == AUTO:
+            wish, asked_by = wish_of_environment(operator.variable, operator.allowed)
         for purpose, found in dtypes.items():
             situation = Situation(device, found, head_dim, purpose)
             reason = None if wish == AUTO else operator.refusal(wish, situation)
@@ -50,6 +59,6 @@ def check_kernels(
                 names = (backend.name for backend in operator.backends)
                 able = [n for n in names if operator.refusal(n, situation) is None]
                 raise EnvironmentFault(
-                    f"kernels.{name}: {wish} cannot serve {situation}: {reason}; allowed here: "
+                    f"{asked_by}: {wish} cannot serve {situation}: {reason}; allowed here: "
                     f"{', '.join([AUTO, *able])}"
                 )

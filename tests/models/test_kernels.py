@@ -84,3 +84,18 @@ def test_a_refusal_in_the_midst_of_work_is_a_fault_of_one_line() -> None:
         "kernels.full: flash_attn was asked for, but cannot serve inference on cpu in float32, head_dim 16: "
         "needs a CUDA device"
     )
+
+
+def test_a_wish_of_the_environment_is_checked_where_the_section_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for operator, wish in (("FULL", "cudnn"), ("FUSION", "triton")):
+        variable = f"HYDRAHEAD_{operator}_BACKEND"
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, wish)
+            with pytest.raises(
+                EnvironmentFault, match=f"^{variable}: {wish} cannot serve inference"
+            ):
+                check_kernels(KernelsConfig(), CPU, "float32", 64, trains=False)
+            torch_alone = KernelsConfig(full="torch", fusion="torch")
+            check_kernels(torch_alone, CPU, "float32", 64, trains=True)
