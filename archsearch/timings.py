@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .errors import ConfigError
@@ -22,9 +23,23 @@ def read_timings(run_dir: RunDir) -> tuple[list[Row], list[Row]]:
         return [], []
     data = run_dir.read_json(TIMINGS_FILE)
     try:
-        return data["stages"], data.get("methods", [])
-    except (KeyError, TypeError, AttributeError) as error:
+        stages, methods = data["stages"], data.get("methods", [])
+        _check(stages, "stage")
+        _check(methods, "method")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{run_dir / TIMINGS_FILE}: damaged ({error!r})") from error
+    return stages, methods
+
+
+def _check(rows: list[Row], name: str) -> None:
+    """Raises KeyError, TypeError or ValueError unless each row has a name and finite numbers."""
+    if not isinstance(rows, list):
+        raise TypeError(f"not a list of {name}s: {rows!r}")
+    for row in rows:
+        if not isinstance(row[name], str):
+            raise TypeError(f"{name}: {row[name]!r}")
+        if not math.isfinite(row["seconds"]) or not math.isfinite(row.get("peak_bytes", 0)):
+            raise ValueError(f"{name} {row[name]}: not finite")
 
 
 def record_stage(run_dir: RunDir, name: str, seconds: float, peak_bytes: int, summary: str) -> Row:

@@ -36,10 +36,34 @@ def test_a_file_of_before_methods_were_timed_is_read(tmp_path: Path) -> None:
     assert read_timings(run_dir)[1] == []
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        "[3]",
+        "null",
+        '{"stages": null}',
+        '{"stages": {}}',
+        '{"stages": [{}]}',
+        '{"stages": [3]}',
+        '{"stages": [null]}',
+        '{"stages": [{"stage": ["data"], "seconds": 1}]}',
+        '{"stages": [{"stage": "data"}]}',
+        '{"stages": [{"stage": "data", "seconds": "1"}]}',
+        '{"stages": [{"stage": "data", "seconds": NaN}]}',
+        '{"stages": [{"stage": "data", "seconds": 1, "peak_bytes": null}]}',
+        '{"stages": [], "methods": null}',
+        '{"stages": [], "methods": [{}]}',
+    ],
+)
 def test_a_damaged_file_stops_a_reader_but_no_run(tmp_path: Path, text: str) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.write_text(TIMINGS_FILE, text)
     with pytest.raises(ConfigError, match=r"stages\.json: damaged"):
         read_timings(run_dir)
+    record_method(run_dir, "causal", 2.0)
+    assert read_timings(run_dir) == ([], [{"method": "causal", "seconds": 2.0}])
+    run_dir.write_text(TIMINGS_FILE, text)
     assert record_stage(run_dir, "data", 1.0, 7, "")["seconds"] == 1.0
