@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from .config import RunConfig
 from .errors import ConfigError, EnvironmentFault
@@ -40,6 +40,8 @@ PAIRS_FILE = "pairs.json"
 INPUTS_FILE = "inputs.json"
 """SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"
+
+_Part = TypeVar("_Part", dict[str, Any], list[Any])
 
 _PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "9p")
@@ -125,6 +127,14 @@ class RunDir:
         except ValueError as error:
             raise ConfigError(f"{self / name}: damaged, not JSON: {error}") from error
 
+    def _read_part(self, name: str, key: str, kind: type[_Part]) -> _Part:
+        """A field of a JSON file. Raises ConfigError where the file is damaged."""
+        data = self.read_json(name)
+        part = data.get(key) if isinstance(data, dict) else None
+        if not isinstance(part, kind):
+            raise ConfigError(f"{self / name}: damaged, no {kind.__name__} {key} in it")
+        return part
+
     def freeze_config(self, config: RunConfig, inputs: Mapping[str, str] | None = None) -> None:
         """Stores the config, and what the files that scores are made from hold: field -> SHA-256.
 
@@ -187,7 +197,7 @@ class RunDir:
         """Fields whose file holds something else than when it was last written down, if it was."""
         if not (self / INPUTS_FILE).exists():
             return []
-        old = self.read_json(INPUTS_FILE)["sha256"]
+        old = self._read_part(INPUTS_FILE, "sha256", dict)
         return [field for field, found in inputs.items() if old.get(field, found) != found]
 
     def load_config(self) -> RunConfig:
@@ -222,7 +232,7 @@ class RunDir:
     def record_provenance(self, seed: int) -> None:
         """Appends what this call runs on: versions, git commit, command line, host, seed."""
         name = "provenance.json"
-        calls = self.read_json(name)["calls"] if (self / name).exists() else []
+        calls = self._read_part(name, "calls", list) if (self / name).exists() else []
         call = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": sys.argv,

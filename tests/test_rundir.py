@@ -195,6 +195,19 @@ def test_provenance_grows_with_each_call(tmp_path: Path) -> None:
     assert calls[0]["versions"]["optuna"]
 
 
+@pytest.mark.parametrize("text", ["null", "[3]", "{}", '{"sha256": [], "calls": {}}'])
+def test_damaged_records_of_a_run_are_named(tmp_path: Path, text: str) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.freeze_config(config(), {"scoring.pairs_file": "ab"})
+    run_dir.write_json("scores.json", {})
+    for name in ("inputs.json", "provenance.json"):
+        run_dir.write_text(name, text)
+    with pytest.raises(ConfigError, match=r"/inputs\.json: damaged, no dict sha256 in it"):
+        run_dir.check_frozen(config(), {"scoring.pairs_file": "ab"})
+    with pytest.raises(ConfigError, match=r"/provenance\.json: damaged, no list calls in it"):
+        run_dir.record_provenance(1)
+
+
 def test_too_little_disk_is_found_before_the_start(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     require_disk(tmp_path / "not/there/yet", 1)
