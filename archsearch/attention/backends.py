@@ -245,7 +245,8 @@ def purpose_of(tensors: Sequence[Tensor | None], tokens: int) -> str:
 
 def dense(x: Tensor) -> Tensor:
     """x with the last stride 1, which is all that our kernels ask of strides."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    # Not contiguous(), which leaves the strides of dimensions of one entry as they are.
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:

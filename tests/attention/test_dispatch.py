@@ -302,3 +302,16 @@ def test_autocast_decides_what_kernels_compute_in() -> None:
             x, x, x, x[..., 0], x[..., 0], torch.zeros(3), torch.zeros(3)
         )
     assert o.dtype == torch.bfloat16
+
+
+def test_dense_makes_the_last_stride_1_also_of_one_entry() -> None:
+    single = torch.empty_strided((2, 5, 1), (5, 1, 5)).normal_().requires_grad_()
+    for x in (single, torch.randn(2, 3, 4).transpose(1, 2)):
+        found = backends.dense(x)
+        assert found.stride(-1) == 1
+        assert found.is_contiguous()
+        assert torch.equal(found, x)
+    backends.dense(single).sum().backward()
+    assert single.grad is not None
+    rows = torch.randn(4, 6)[:, :3]
+    assert backends.dense(rows) is rows
