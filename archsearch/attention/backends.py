@@ -64,7 +64,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _nothing(situation: Situation) -> str | None:
+def never(situation: Situation) -> str | None:
+    """Of what serves everything."""
     return None
 
 
@@ -79,7 +80,7 @@ class Backend:
     name: str
     run: Callable[[Any], Any]
     cannot: Callable[[Situation], str | None]
-    leaves: Callable[[Situation], str | None] = _nothing
+    leaves: Callable[[Situation], str | None] = never
     is_slow: bool = False
 
 

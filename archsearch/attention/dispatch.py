@@ -12,13 +12,13 @@ from . import full_backends as full
 from . import fusion_backends as fusion
 from . import gdn_backends as gdn
 from . import prologue_backends as prologue
-from .backends import Backend, Operator, Situation, working_dtype
+from .backends import Backend, Operator, Situation, never, working_dtype
 from .full_backends import AttentionCall
 from .fusion import HeadIndex, LinearHeads, RMSNorm
 from .fusion_backends import FusionCall
 from .gdn_backends import GatedDeltaCall
 from .prologue_backends import PrologueCall
-from .requirements import leaves_steps, never
+from .requirements import leaves_steps
 from .rotary import PositionEmbeddings
 
 OPERATORS: dict[str, Operator] = {

@@ -29,7 +29,7 @@ from .gdn import GatedDeltaHeads
 from .gdn_backends import GatedDeltaCall as _GatedDeltaCall  # noqa: F401 - see below
 from .nha import Lent, NativeHybridHeads
 from .prologue_backends import PrologueCall as _PrologueCall  # noqa: F401 - see below
-from .requirements import never as _never  # noqa: F401 - see below
+from .requirements import leaves_steps as _leaves_steps  # noqa: F401 - see below
 from .rotary import PositionEmbeddings, Rotary
 from .window_slots import attend as _attend  # noqa: F401 - see below
 

@@ -52,11 +52,6 @@ def leaves_steps(situation: Situation) -> str | None:
     )
 
 
-def never(situation: Situation) -> str | None:
-    """Of what serves everything."""
-    return None
-
-
 @cache
 def triton_version() -> str | None:
     """Triton's version, None where it can't be imported."""
