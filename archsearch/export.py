@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .attention.dispatch import OPERATORS
 from .attention.modeling_hydrahead import HydraHeadForCausalLM
 from .errors import ConfigError
 from .headmap import HeadMap, Operator
@@ -21,6 +22,14 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_hydrahead.HydraHeadForCausalLM",
 }
 """Which class of the copied code each Auto class of transformers takes."""
+
+KERNELS = {
+    "gdn": "archsearch's own (`triton`), FlashQLA, fla-core",
+    "full": "torch's SDPA, cuDNN's within it, flash-attn",
+    "prologue": "archsearch's own (`triton`)",
+    "fusion": "archsearch's own (`triton`)",
+}
+"""What serves each operator on a GPU."""
 
 README = """\
 ---
@@ -43,10 +52,13 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 ```
 
-It needs torch and transformers >= 5.6.2. The code is in this folder: read it before you trust it. With archsearch's own
-kernels, FlashQLA or fla-core installed, Gated DeltaNet runs on them on a GPU; without, in plain torch, on any device.
-HYDRAHEAD_GDN_BACKEND (auto, triton, flashqla, fla, torch) and HYDRAHEAD_FULL_BACKEND (auto, cudnn, flash_attn, sdpa, torch)
-force a backend.
+It needs torch and transformers >= 5.6.2. The code is in this folder: read it before you trust it. Without
+anything else it runs in plain torch, on any device. On a GPU faster kernels serve where they are installed; an
+environment variable forces a backend:
+
+| operator | kernels | variable | allowed |
+|---|---|---|---|
+{operators}
 
 ## What can serve it
 | runtime | |
@@ -134,7 +146,12 @@ def _readme(head_map: HeadMap, provenance: str) -> str:
         f"{letters.count(op.value)} {op.name}" for op in Operator if op.value in letters
     )
     shape = head_map.model
+    operators = (
+        f"| {table.title} | {KERNELS[name]} | {table.variable} | {', '.join(table.allowed)} |"
+        for name, table in OPERATORS.items()
+    )
     return README.format(
+        operators="\n".join(operators),
         counts=counts,
         total=shape.total_heads,
         layers=shape.num_layers,

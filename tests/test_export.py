@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from archsearch import export as export_module
+from archsearch.attention.dispatch import OPERATORS
 from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
 from archsearch.errors import ConfigError
 from archsearch.export import export
@@ -135,6 +136,9 @@ def test_export_readme_names_runtimes(tmp_path: Path) -> None:
     assert "4 FULL, 8 GDN of 12 query heads (3 layers of 4)" in text
     for runtime in ("transformers", "vLLM", "llama.cpp", "an experiment"):
         assert runtime in text
+    for operator in OPERATORS.values():
+        assert f"| {operator.variable} | {', '.join(operator.allowed)} |" in text
+    assert text.count("archsearch's own (`triton`)") == 3
 
 
 def test_export_refuses(tmp_path: Path) -> None:
