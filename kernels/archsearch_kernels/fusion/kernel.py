@@ -79,10 +79,11 @@ class _Fusion(torch.autograd.Function):
         tile = NUMBERS_A_TILE["fuse"] // dim
         if out.numel():
             # A kernel takes all pointers: those of a branch that is not there are never followed.
-            inputs = [some if full is None else full, some if linear is None else linear]
+            full, linear = some if full is None else full, some if linear is None else linear
             with torch.cuda.device_of(some):
                 passes.fuse[(-(-batch * tokens // tile) * heads,)](
-                    *inputs,
+                    full,
+                    linear,
                     gamma,
                     bias,
                     gate,
@@ -91,7 +92,9 @@ class _Fusion(torch.autograd.Function):
                     heads,
                     batch * tokens,
                     tokens,
-                    *(stride for x in (*inputs, gate) for stride in _strides(x)),
+                    *_strides(full),
+                    *_strides(linear),
+                    *_strides(gate),
                     *ctx.numbers,
                     D=dim,
                     BT=tile,
@@ -108,46 +111,53 @@ class _Fusion(torch.autograd.Function):
         (batch, tokens, _, dim), heads = some.shape, len(plan.heads)
         if dy.stride(2) != 1 or dy.data_ptr() % 16:
             dy = dy.contiguous()
-        d_full, d_linear = (None if x is None else _like(x, True) for x in (full, linear))
+        d_full = None if full is None else _like(full, True)
+        d_linear = None if linear is None else _like(linear, True)
         d_gate = None if gate is None else _like(gate, len(plan.gates) == gate.shape[2])
         tile = NUMBERS_A_TILE["part_gradients"] // dim
         groups = -(-batch * tokens // (tile * TILES))
-        partial = [_partial_sums(x, groups, plan) for x in (gamma, bias)]
+        partial = _partial_sums([x for x in (gamma, bias) if x is not None], groups, plan)
+        d_gamma = None if gamma is None else partial[0]
+        d_bias = None if bias is None else partial[-1]
         if dy.numel():
-            inputs = [some if full is None else full, some if linear is None else linear]
-            gradients = [
-                d_linear if full is None else d_full,
-                d_full if linear is None else d_linear,
-            ]
-            rows = next((len(x) for x in (gamma, bias) if x is not None), 0)
+            full, linear = some if full is None else full, some if linear is None else linear
+            to_full = d_linear if d_full is None else d_full
+            to_linear = d_full if d_linear is None else d_linear
             with torch.cuda.device_of(some):
                 passes.part_gradients[(groups * heads,)](
-                    *inputs,
+                    full,
+                    linear,
                     gamma,
                     bias,
                     gate,
                     dy,
-                    *gradients,
-                    *partial,
+                    to_full,
+                    to_linear,
+                    d_gamma,
+                    d_bias,
                     d_gate,
                     plan.table,
                     heads,
-                    rows,
+                    partial.shape[2],
                     batch * tokens,
                     tokens,
-                    *(stride for x in (*inputs, gate) for stride in _strides(x)),
+                    *_strides(full),
+                    *_strides(linear),
+                    *_strides(gate),
                     *_strides(dy)[:2],
-                    *(stride for x in (*gradients, d_gate) for stride in _strides(x)),
+                    *_strides(to_full),
+                    *_strides(to_linear),
+                    *_strides(d_gate),
                     *ctx.numbers,
                     D=dim,
                     BT=tile,
                     TILES=TILES,
                     **LAUNCH["part_gradients"],
                 )
-        d_gamma, d_bias = (
-            None if sums is None else sums.sum(0).to(x.dtype)
-            for sums, x in zip(partial, (gamma, bias), strict=True)
-        )
+        if len(partial):
+            sums = partial.sum(1)
+            d_gamma = None if gamma is None else sums[0].to(gamma.dtype)
+            d_bias = None if bias is None else sums[-1].to(bias.dtype)
         return d_full, d_linear, d_gamma, d_bias, d_gate, None, None, None
 
 
@@ -157,20 +167,21 @@ def _like(x: Tensor, is_written: bool) -> Tensor:
     return gradient if gradient.stride(3) == 1 else gradient.contiguous()
 
 
-def _partial_sums(x: Tensor | None, groups: int, plan: FusionPlan) -> Tensor | None:
-    if x is None:
-        return None
-    shape = (groups, *x.shape)
-    create = torch.empty if len(plan.rows) == len(x) else torch.zeros
-    return create(shape, device=x.device)
+def _partial_sums(rows: list[Tensor], groups: int, plan: FusionPlan) -> Tensor:
+    """Partial sums of gamma's and bias's gradients, where they are there, in one tensor: one reduction sums them all."""
+    count, dim = rows[0].shape if rows else (0, 0)
+    create = torch.empty if len(plan.rows) == count else torch.zeros
+    return create(len(rows), groups, count, dim, device=plan.table.device)
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
     """The first three strides; 0 for an axis of one entry, whose stride is arbitrary and could make Triton compile again."""
     if x is None:
         return (0, 0, 0)
-    sizes = zip(x.shape[:3], x.stride()[:3], strict=True)
-    return tuple(0 if size == 1 else stride for size, stride in sizes)
+    shape, strides = x.shape[:3], x.stride()[:3]
+    if 1 not in shape:
+        return strides
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _rows(name: str, x: Tensor | None, plan: FusionPlan, some: Tensor) -> Tensor | None:

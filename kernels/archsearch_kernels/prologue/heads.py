@@ -46,6 +46,9 @@ class HeadPlan:
     sources: Tensor
     source_starts: Tensor
     readers: Tensor
+    needs_tables: bool
+    needs_factor: bool
+    """Whether a part is rotated, and whether one is log-scaled."""
 
     @property
     def num_groups(self) -> tuple[int, int]:
@@ -97,4 +100,6 @@ def _plan_heads(
             sources=table([head for part in parts for head in part.heads]),
             source_starts=table([0, *accumulate(len(rows) for rows in readers)]),
             readers=table([row for rows in readers for row in rows], 4),
+            needs_tables=any(part.rotary for part in parts),
+            needs_factor=any(part.log_scale for part in parts),
         )

@@ -5,8 +5,7 @@ Shapes: B batch, T tokens, H query heads, G KV heads, n heads of a part, D head_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +26,15 @@ LAUNCH: dict[str, dict[str, int]] = {
 """How kernels are compiled. maxnreg: left alone, the compiler takes 128 registers and a processor holds fewer loads in flight."""
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What has no gradient: tables and factor with an axis for the batch, of any stride."""
+class _Options(NamedTuple):
+    """What has no gradient. strides: over batch and tokens, of the tables, then of the factor."""
 
     plan: HeadPlan
     eps: float
-    cos_BTD: Tensor | None
-    sin_BTD: Tensor | None
-    factor_BT: Tensor | None
-
-    def strides(self) -> tuple[int, ...]:
-        tables = (0, 0) if self.cos_BTD is None else _strides(self.cos_BTD, 2)
-        return tables + ((0, 0) if self.factor_BT is None else _strides(self.factor_BT, 2))
+    cos: Tensor | None
+    sin: Tensor | None
+    factor: Tensor | None
+    strides: tuple[int, int, int, int]
 
 
 def prologue(
@@ -116,9 +111,9 @@ def _write_parts(
         passes.write_parts[(programs,)](
             q,
             k,
-            options.cos_BTD,
-            options.sin_BTD,
-            options.factor_BT,
+            options.cos,
+            options.sin,
+            options.factor,
             q_weight,
             q_weight if k_weight is None else k_weight,
             *outputs,
@@ -130,7 +125,7 @@ def _write_parts(
             tokens,
             *_strides(q, 3),
             *_strides(k, 3),
-            *options.strides(),
+            *options.strides,
             options.eps,
             D=dim,
             BT=tile,
@@ -158,9 +153,9 @@ def _gather_gradients(ctx: Any, dy: list[Tensor]) -> tuple[Tensor | None, ...]:
             passes.gather_gradients[(tiles * groups,)](
                 q,
                 k,
-                options.cos_BTD,
-                options.sin_BTD,
-                options.factor_BT,
+                options.cos,
+                options.sin,
+                options.factor,
                 q_weight,
                 q_weight if k_weight is None else k_weight,
                 *dy,
@@ -175,27 +170,31 @@ def _gather_gradients(ctx: Any, dy: list[Tensor]) -> tuple[Tensor | None, ...]:
                 tokens,
                 *_strides(q, 3),
                 *_strides(k, 3),
-                *(stride for x in dy for stride in _strides(x, 3)),
-                *options.strides(),
+                *_strides(dy[0], 3),
+                *_strides(dy[1], 3),
+                *_strides(dy[2], 3),
+                *_strides(dy[3], 3),
+                *options.strides,
                 options.eps,
                 D=dim,
                 BT=tile,
                 BH=HEADS_A_PROGRAM,
                 **LAUNCH["gather_gradients"],
             )
-    dw_q, dw_k = dw.split((q_groups, k_groups), dim=1)
     return (
         dq,
         dk if ctx.has_k else None,
-        None if q_weight is None else dw_q.sum((0, 1)).to(q_weight.dtype),
-        None if k_weight is None else dw_k.sum((0, 1)).to(k_weight.dtype),
+        None if q_weight is None else dw[:, :q_groups].sum((0, 1)).to(q_weight.dtype),
+        None if k_weight is None else dw[:, q_groups:].sum((0, 1)).to(k_weight.dtype),
     )
 
 
 def _strides(x: Tensor, count: int) -> tuple[int, ...]:
     """The first strides; 0 for an axis of one entry, whose stride is arbitrary and could make Triton compile again."""
-    sizes = zip(x.shape[:count], x.stride()[:count], strict=True)
-    return tuple(0 if size == 1 else stride for size, stride in sizes)
+    shape, strides = x.shape[:count], x.stride()[:count]
+    if 1 not in shape:
+        return strides
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _options(
@@ -206,35 +205,42 @@ def _options(
     sin: Tensor | None,
     factor: Tensor | None,
 ) -> _Options:
-    """What of tables and factor the plan asks for, with an axis for the batch."""
+    """What of tables and factor the plan asks for."""
     batch, tokens, _, dim = q.shape
-    if any(part.rotary for part in plan.parts):
-        cos, sin = (
-            _of_batch(name, x, (batch, tokens, dim), q.device)
-            for name, x in (("cos", cos), ("sin", sin))
-        )
-        if cos.stride() != sin.stride() or cos.stride(2) != 1 or cos.dtype != sin.dtype:
+    of_tables, of_factor = (0, 0), (0, 0)
+    if plan.needs_tables:
+        cos, of_tables = _of_batch("cos", cos, (batch, tokens, dim), q.device)
+        sin, of_sin = _of_batch("sin", sin, (batch, tokens, dim), q.device)
+        if (
+            of_tables != of_sin
+            or cos.dtype != sin.dtype
+            or (cos.stride(-1), sin.stride(-1)) != (1, 1)
+        ):
             raise ValueError("cos and sin must be alike in type and strides, the last one 1")
     else:
         cos, sin = None, None
-    if any(part.log_scale for part in plan.parts):
-        factor = _of_batch("factor", factor, (batch, tokens), q.device)
+    if plan.needs_factor:
+        factor, of_factor = _of_batch("factor", factor, (batch, tokens), q.device)
     else:
         factor = None
-    return _Options(plan, eps, cos, sin, factor)
+    return _Options(plan, eps, cos, sin, factor, (*of_tables, *of_factor))
 
 
-def _of_batch(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """x with the batch axis; entries that the whole batch shares are not copied."""
+def _of_batch(
+    name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, tuple[int, int]]:
+    """x with its strides over batch and tokens: 0 for what the whole batch shares and for an axis of one entry."""
     if x is None:
         raise ValueError(f"the plan needs {name}")
-    allowed = (shape[1:], (1, *shape[1:]), shape)
-    if tuple(x.shape) not in allowed or not x.is_floating_point() or x.device != device:
+    given = x.shape
+    fits = given in (shape, shape[1:]) or given == (1, *shape[1:])
+    if not fits or not x.is_floating_point() or x.device != device:
         raise ValueError(
             f"{name} must be floating {shape[1:]} or {shape} on {device}; "
-            f"got {x.dtype} {tuple(x.shape)} on {x.device}"
+            f"got {x.dtype} {tuple(given)} on {x.device}"
         )
-    return x.expand(shape)
+    strides = _strides(x, x.ndim - len(shape) + 2)
+    return x, (0 if len(strides) < 2 else strides[0], strides[-1])
 
 
 def _check(
