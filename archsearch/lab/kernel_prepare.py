@@ -26,8 +26,8 @@ from archsearch_kernels.mixed.bench import FULL, SHAPES, draw_layer, gradients, 
 from .kernel_layer import RATIOS
 from .kernel_rivals import RIVALS, draw_core
 
-MOST_PROCESSES = 16
-"""Each holds the inputs of one layer and a CUDA context, some 5 GiB."""
+MOST_PROCESSES = 12
+"""Each holds a CUDA context and the tensors of one layer, some 6 GiB."""
 
 
 class Share:
