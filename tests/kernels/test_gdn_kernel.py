@@ -22,10 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from archsearch_kernels.gdn import forward_kernels as kernels  # noqa: E402
-from archsearch_kernels.gdn import (
-    kernel,
-    transform_kernels,
-)
+from archsearch_kernels.gdn import kernel, transform_kernels  # noqa: E402
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TOLERANCE = {torch.float32: 1e-5 if DEVICE == "cpu" else 1e-4, torch.bfloat16: 1e-2}
