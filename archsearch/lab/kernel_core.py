@@ -110,7 +110,6 @@ def time_core(figures: Figures) -> None:
 
 def time_fla(figures: Figures) -> None:
     """fla-core's times, tuned anew at each shape, and how many times faster ours are; decay makes no difference to it."""
-    forget_tuning()
     for batch, tokens in SHAPES:
         arguments = draw_core(batch, tokens, HALF_LIVES["short"], HEADS)
         case = RIVALS["fla"](arguments)

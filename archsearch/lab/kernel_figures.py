@@ -1,4 +1,4 @@
-"""Every figure of the kernels that issue and lab book name, in one run on one GPU:
+"""Every figure of the kernels that the lab book names, in one run on one GPU:
 
     python -m archsearch.lab.kernel_figures --figures runs/lab/kernels.json [--only SECTION ...]
 

@@ -12,7 +12,12 @@ from archsearch_kernels.mixed.bench import FULL, NUM_HEADS, SHAPES, draw_layer, 
 
 from .kernel_book import Figures
 from .kernel_layer import RATIOS, VARIANTS, ours
-from .kernel_timing import counted_compilations, peak_bytes, run_with_gradients
+from .kernel_timing import (
+    counted_compilations,
+    forget_compilations,
+    peak_bytes,
+    run_with_gradients,
+)
 
 NUM_MAPS, MAP_TOKENS = 100, 1024
 LONG_TOKENS = 262_144
@@ -54,14 +59,20 @@ def random_maps(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 def count_compilations(figures: Figures) -> None:
-    """Triton kernels compiled over many head maps of one model, forward and backward, after the first."""
+    """Triton kernels compiled over many head maps of one model, forward and backward, after the first.
+
+    Raises RuntimeError where none is seen at the first map: then nothing is counted.
+    """
     compiled = []
+    forget_compilations()
     for full in random_maps(NUM_MAPS):
         arguments = draw_layer(1, MAP_TOKENS, plan_of(full))
         with counted_compilations() as names:
             gradients(partial(ours, **arguments), arguments)
         compiled.append(list(names))
     torch.cuda.synchronize()
+    if not compiled[0]:
+        raise RuntimeError("no compilation was seen at the first head map")
     later = [name for names in compiled[1:] for name in names]
     figures.add(
         f"Triton kernels compiled over {NUM_MAPS} head maps after the first",

@@ -135,6 +135,16 @@ def widened(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def forget_compilations() -> None:
+    """Has every kernel of archsearch_kernels compile, or load from Triton's cache on disk, at its next call."""
+    from triton.runtime.jit import JITFunction
+
+    # By type alone: isinstance would wake lazily imported modules.
+    for kernel in [x for x in gc.get_objects() if issubclass(type(x), JITFunction)]:
+        if kernel.fn.__module__.startswith("archsearch_kernels."):
+            kernel.device_caches.clear()
+
+
 @contextmanager
 def counted_compilations() -> Iterator[list[str]]:
     """The names of the Triton kernels that are compiled, or loaded from Triton's cache, inside."""

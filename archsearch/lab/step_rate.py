@@ -33,7 +33,7 @@ from ..models.teacher import Teacher, load_teacher
 from ..training.align import AlignmentLoss
 from ..training.distill import distill
 from ..training.loop import BatchSource, Plan, TrainingState, train
-from .kernel_timing import FLOOR, limit
+from .kernel_timing import FLOOR, limit, median_ms
 from .records import LabBook
 
 SETUPS = {
@@ -201,8 +201,6 @@ def measure(
 
 def matmul_peak(device: torch.device) -> float:
     """FLOP/s of a large bf16 product on the device."""
-    from .kernel_timing import median_ms
-
     a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16)
     return 2 * MATMUL_SIZE**3 / median_ms(lambda: a @ b) * 1e3
 

@@ -18,7 +18,7 @@ from archsearch.lab import kernel_core, kernel_figures, kernel_graphs, kernel_la
 from archsearch.lab.kernel_book import Figures
 from archsearch.lab.kernel_core import too_large
 from archsearch.lab.kernel_figures import Run, limits, run_sections
-from archsearch.lab.kernel_layer import on_two_streams, ours, with_remade_heads
+from archsearch.lab.kernel_layer import ours, with_remade_heads
 from archsearch.lab.kernel_limits import random_maps
 from archsearch.lab.kernel_rivals import RIVALS, Journal, draw_core
 from archsearch.lab.kernel_timing import (
@@ -243,7 +243,6 @@ def test_variants_of_the_layer_agree() -> None:
     for layer in (ours, with_remade_heads):
         errors = relative_errors(run_with_gradients(layer, arguments), expected)
         assert max(errors.values()) < 1e-4
-    assert on_two_streams is not ours
 
 
 class FakeReplay:
@@ -338,14 +337,14 @@ def test_rivals_from_end_to_end(run: Run) -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_our_sections_from_end_to_end(run: Run) -> None:
     names = ["accuracy", "core", "layer", "head_maps", "long", "memory"]
-    assert run_sections(run, names, 200) == []
+    # The interpreter compiles nothing, and a count that saw no first compilation is worth nothing.
+    assert run_sections(run, names, 200) == ["head_maps"]
     found = {row["metric"]: row for row in rows(run)}
     assert found["GDN backward, ours"]["stages_ms"] == {"kernel": 1.0}
     assert found["GDN backward, ours"]["graph_ms"] == 1.0
     assert found["GDN backward, ours"]["half_life_tokens"] == 65536.0
     assert found["layer 3:1 forward and backward, ours"]["value"] == 2.0
     assert found["tensors that are not finite, output and gradients"]["value"] == 0
-    assert found["Triton kernels compiled over 2 head maps after the first"]["value"] == 0
     assert found["layer 7:1, ours: peak memory of forward and backward"]["value"] == 1.0
     slower = "all heads full attention forward and backward, cuDNN with torch ops"
     ratio = found[f"{slower} over layer 7:1 forward and backward, ours"]

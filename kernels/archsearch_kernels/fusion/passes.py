@@ -72,10 +72,10 @@ def fuse(
     head = tl.program_id(0) % num_heads
     entry = table + head * FIELDS
     in_full = tl.load(entry) != 0
-    place = tl.load(entry + 1)
+    place = tl.load(entry + 1).to(tl.int64)
     is_normed = tl.load(entry + 2) != 0
     row = tl.load(entry + 3)
-    gate_head = tl.load(entry + 4)
+    gate_head = tl.load(entry + 4).to(tl.int64)
     number = tl.program_id(0) // num_heads * BT + tl.arange(0, BT)
     valid = (number < num_tokens)[:, None]
     b = (number // tokens).to(tl.int64)
@@ -153,10 +153,10 @@ def part_gradients(
     group = tl.program_id(0) // num_heads
     entry = table + head * FIELDS
     in_full = tl.load(entry) != 0
-    place = tl.load(entry + 1)
+    place = tl.load(entry + 1).to(tl.int64)
     is_normed = tl.load(entry + 2) != 0
     row = tl.load(entry + 3)
-    gate_head = tl.load(entry + 4)
+    gate_head = tl.load(entry + 4).to(tl.int64)
     is_gated = gate_head >= 0
     d = tl.arange(0, D)[None, :]
     x_in = tl.where(in_full, full, linear) + place * tl.where(in_full, full_sh, linear_sh)

@@ -139,7 +139,9 @@ def write_parts(
 
     x = tl.where(is_q, q, k)
     offset = b * tl.where(is_q, q_sb, k_sb) + t * tl.where(is_q, q_st, k_st)
-    first, second = read_halves(x + offset + head * tl.where(is_q, q_sh, k_sh), valid, D)
+    first, second = read_halves(
+        x + offset + head.to(tl.int64) * tl.where(is_q, q_sh, k_sh), valid, D
+    )
     # The loads stand together, so that none waits for another's numbers.
     if cos is not None:
         c, s = read_tables(cos, sin, b * table_sb + t * table_st, valid & rotary, D)
@@ -227,7 +229,7 @@ def gather_gradients(
 
     x = tl.where(is_q, q, k)
     x += b * tl.where(is_q, q_sb, k_sb) + t * tl.where(is_q, q_st, k_st)
-    x_sh = tl.where(is_q, q_sh, k_sh)
+    x_sh = tl.where(is_q, q_sh, k_sh).to(tl.int64)
     dx = tl.where(is_q, dq, dk) + number.to(tl.int64) * heads * D
     if cos is not None:
         c, s = read_tables(cos, sin, b * table_sb + t * table_st, valid, D)
@@ -248,7 +250,7 @@ def gather_gradients(
             dy = choose(part, dy0, dy1, dy2, dy3)
             dy += b * choose(part, dy0_sb, dy1_sb, dy2_sb, dy3_sb)
             dy += t * choose(part, dy0_st, dy1_st, dy2_st, dy3_st)
-            dy += tl.load(row + 1) * choose(part, dy0_sh, dy1_sh, dy2_sh, dy3_sh)
+            dy += tl.load(row + 1).to(tl.int64) * choose(part, dy0_sh, dy1_sh, dy2_sh, dy3_sh)
             y_first, y_second = read_halves(dy, valid, D)
             y_first, y_second = widen(y_first, y_second)
             if factor is not None:
