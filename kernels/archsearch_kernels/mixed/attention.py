@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HOPPER = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-"""cuDNN is 1.7 times faster than SDPA's own choice there (B 1, T 32768, 16 heads, H200)."""
+"""SDPA's own choice took 13.0 ms forward where cuDNN took 7.6 (B 1, T 32768, 16 heads, D 128, one H200; no record of the lab book)."""
 OLDER = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 WIDE = (SDPBackend.EFFICIENT_ATTENTION,)
 """The one fused kernel for fp32."""
