@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from archsearch_kernels import timing
+
 BYTES_PER_SECOND = 4.30e12
 FLOPS_PER_SECOND = 690e12
 """What an H200 copies and multiplies (bf16, 8192^3), measured."""
@@ -53,23 +55,15 @@ def floor_ms(token_heads: int, direction: str) -> float:
 
 def median_ms(call: Callable[[], object]) -> float:
     """Median time of a call with a cold L2, by GPU events."""
-    from triton.testing import do_bench
-
-    return float(do_bench(call, warmup=15, rep=REPEAT_MS, return_mode="median"))
+    return timing.median_ms(call, warmup_ms=15, repeat_ms=REPEAT_MS)
 
 
 def stages_ms(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
     """Mean time of each GPU kernel of a call, longest first, by torch's profiler."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
     found: dict[str, float] = {}
-    for event in profiler.key_averages():
-        name = short_name(event.key)
-        found[name] = found.get(name, 0.0) + event.device_time_total / repeats / 1e3
+    for key, ms in timing.kernel_ms(call, repeats).items():
+        name = short_name(key)
+        found[name] = found.get(name, 0.0) + ms
     kept = {name: ms for name, ms in found.items() if ms > 0}
     return dict(sorted(kept.items(), key=lambda item: -item[1]))
 

@@ -18,6 +18,9 @@ from torch import Tensor
 from archsearch.attention.fusion import HeadIndex, fuse, scatter_heads
 from archsearch_kernels.fusion import reference
 from archsearch_kernels.fusion.heads import FusionPlan, Head, plan_fusion
+from tests.kernels.compilations import num_compilations
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -77,22 +80,6 @@ class Inputs:
             "bias_RD": bias.to(DEVICE) if self.bias else None,
             "gate_BTED": gate.to(DEVICE, self.dtype) if self.gate else None,
         }
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors hold NaN, so that what a kernel leaves out or reads too early shows."""
-
-    def poison(create: Any) -> Any:
-        def created(*args: Any, **options: Any) -> Tensor:
-            x: Tensor = create(*args, **options)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return created
-
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-    monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty))
 
 
 def with_gradients(
@@ -213,15 +200,12 @@ def test_one_compilation_serves_every_head_map() -> None:
     passes = pytest.importorskip("archsearch_kernels.fusion.passes")
     stages = (passes.fuse, passes.part_gradients)
 
-    def num_compilations() -> int:
-        return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
-
     compiled = 0
     for full in range(1, 17):
         heads = mixed(tuple(range(full)), 17, is_bare=True)
         check(Inputs(heads, 10 + full, torch.bfloat16, 1 + full % 3, 128))
-        compiled = compiled or num_compilations()
-    assert num_compilations() == compiled
+        compiled = compiled or num_compilations(*stages)
+    assert num_compilations(*stages) == compiled
 
 
 def test_the_reference_is_what_the_model_computes() -> None:

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from archsearch_kernels.gdn import reference
-from tests.kernels.test_gdn_kernel import (  # noqa: F401 - fixtures of every test
+from tests.kernels.compilations import num_compilations
+from tests.kernels.test_gdn_kernel import (  # noqa: F401 - a fixture of every test
     DEVICE,
     Inputs,
-    poisoned_memory,
     true_bf16,
 )
 
 kernels = pytest.importorskip("archsearch_kernels.gdn.backward_kernels")
 gradient_kernels = pytest.importorskip("archsearch_kernels.gdn.gradient_kernels")
 operator = pytest.importorskip("archsearch_kernels.gdn.operator")
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TOLERANCE = {torch.float32: 2e-4 if DEVICE == "cpu" else 5e-4, torch.bfloat16: 1e-2}
 INDICES = ("q_index_n", "kv_index_n")
@@ -197,13 +199,6 @@ def test_tokens_without_gates_have_finite_gradients() -> None:
     assert not found["b_BTH"][:, :9].any()
 
 
-def num_compilations() -> int:
-    passes = (kernels.replay, kernels.retreat, kernels.link_back)
-    products = (gradient_kernels.query_gradients, gradient_kernels.key_gradients)
-    stages = (*passes, *products, gradient_kernels.gather, gradient_kernels.gates)
-    return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")
 def test_one_compilation_serves_every_head_map() -> None:
     def run(heads: int, batch: int) -> None:
@@ -215,10 +210,13 @@ def test_one_compilation_serves_every_head_map() -> None:
         gradients_of(operator.gated_delta_net, inputs.arguments(), options, "o")
 
     run(32, 16)
-    compiled = num_compilations()
+    passes = (kernels.replay, kernels.retreat, kernels.link)
+    products = (gradient_kernels.query_gradients, gradient_kernels.key_gradients)
+    stages = (*passes, *products, gradient_kernels.gather, gradient_kernels.gates)
+    compiled = num_compilations(*stages)
     for heads, batch in ((1, 1), (2, 3), (15, 1), (16, 2), (32, 1)):
         run(heads, batch)
-    assert num_compilations() == compiled
+    assert num_compilations(*stages) == compiled
 
 
 def test_no_gradient_without_autograd() -> None:

@@ -20,16 +20,17 @@ from torch import Tensor
 
 from archsearch.attention.delta_rule import gated_delta_chunked
 from archsearch_kernels.gdn import reference
-from tests.kernels.test_gdn_kernel import (  # noqa: F401 - fixtures of every test
+from tests.kernels.test_gdn_kernel import (  # noqa: F401 - a fixture of every test
     DEVICE,
     Inputs,
-    poisoned_memory,
     true_bf16,
 )
 
 gradients = pytest.importorskip("archsearch_kernels.gdn.gradients")
 kernel = pytest.importorskip("archsearch_kernels.gdn.kernel")
 operator = pytest.importorskip("archsearch_kernels.gdn.operator")
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 CHUNK = 64
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-3}

@@ -16,7 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from archsearch.lab.kernel_timing import counted_compilations, forget_compilations
+from archsearch.lab.kernel_timing import (
+    counted_compilations,
+    forget_compilations,
+    relative_errors,
+    run_with_gradients,
+    widened,
+)
 from archsearch_kernels.gdn import reference as gdn_reference
 from archsearch_kernels.mixed import composition, reference
 from archsearch_kernels.mixed.attention import attend
@@ -100,62 +106,21 @@ class Inputs:
         return leaves | {name: x.to(DEVICE) for name, x in tables.items()} | {"plan": self.plan()}
 
 
-def run(function: Any, arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """The output and the gradient of each leaf that has one."""
-    leaves = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-    out = function(**arguments, **options)
-    generator = torch.Generator().manual_seed(1)
-    d_out = torch.randn(out.shape, generator=generator).to(out.device, torch.bfloat16)
-    gradients = torch.autograd.grad(
-        out, list(leaves.values()), d_out.to(out.dtype), allow_unused=True
-    )
-    found = {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
-    return {"out": out.detach()} | found
-
-
-def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-        for name, x in arguments.items()
-    }
-
-
 def errors(found: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, float]:
-    """Relative to the reference; of tensors without entries there are none."""
-    expected = run(reference.mixed_heads, wide(arguments))
-    expected = {name: x for name, x in expected.items() if x.numel()}
-    differences = {}
-    for name, x in expected.items():
-        norm = (found[name].double() - x).norm()
-        differences[name] = float(norm / x.norm()) if x.any() else float(norm)
-    return differences
+    """Relative to the reference in fp64; of tensors without entries there are none."""
+    expected = run_with_gradients(reference.mixed_heads, widened(arguments))
+    return relative_errors(found, expected)
 
 
 def check(inputs: Inputs, **options: Any) -> None:
     arguments = inputs.arguments()
-    found = errors(run(mixed_heads, arguments, **options), arguments)
+    found = errors(run_with_gradients(partial(mixed_heads, **options), arguments), arguments)
     worst = max(found.values())
     assert worst < TOLERANCE[inputs.dtype], found
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors hold NaN, so that what a kernel leaves out shows."""
-    new_empty, empty_like = Tensor.new_empty, torch.empty_like
-
-    def poison(create: Any) -> Any:
-        def created(*args: Any, **options: Any) -> Tensor:
-            x: Tensor = create(*args, **options)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return created
-
-    monkeypatch.setattr(torch, "empty_like", poison(empty_like))
-    monkeypatch.setattr(Tensor, "new_empty", poison(new_empty))
-
-
 @needs_triton
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("remake", [True, False])
 @pytest.mark.parametrize("heads", list(MAPS))
 def test_layer_equals_its_reference(heads: str, remake: bool) -> None:
@@ -230,7 +195,7 @@ def by_reference(*inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("heads", list(MAPS))
 def test_composition_equals_the_reference(heads: str) -> None:
     arguments = Inputs(heads).arguments()
-    found = run(composition.mixed_heads, arguments, delta_rule=by_reference)
+    found = run_with_gradients(partial(composition.mixed_heads, delta_rule=by_reference), arguments)
     assert max(errors(found, arguments).values()) < 1e-4
 
 
@@ -240,7 +205,7 @@ def test_composition_equals_the_reference(heads: str) -> None:
 )
 def test_composition_rotates_what_the_switches_ask_for(switches: Switches) -> None:
     arguments = Inputs(switches=switches).arguments()
-    found = run(composition.mixed_heads, arguments, delta_rule=by_reference)
+    found = run_with_gradients(partial(composition.mixed_heads, delta_rule=by_reference), arguments)
     assert max(errors(found, arguments).values()) < 1e-4
 
 

@@ -19,6 +19,9 @@ from archsearch.attention.full import RMSNorm
 from archsearch.attention.rotary import rotate
 from archsearch_kernels.prologue import reference
 from archsearch_kernels.prologue.heads import HeadPlan, Part, plan_heads
+from tests.kernels.compilations import num_compilations
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -78,21 +81,6 @@ class Inputs:
             **{name: x.to(DEVICE, self.dtype) for name, x in tables.items()},
             "factor_BT": factor.to(DEVICE),
         }
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New tensors hold NaN, so that what a kernel leaves out or reads too early shows."""
-
-    def poison(create: Any) -> Any:
-        def created(*args: Any, **options: Any) -> Tensor:
-            x: Tensor = create(*args, **options)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return created
-
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty))
 
 
 def with_gradients(call: Any, plan: HeadPlan, arguments: dict[str, Any], kind: Any) -> list[Tensor]:
@@ -201,9 +189,6 @@ def test_one_compilation_serves_every_head_map() -> None:
     passes = pytest.importorskip("archsearch_kernels.prologue.passes")
     stages = (passes.write_parts, passes.gather_gradients)
 
-    def num_compilations() -> int:
-        return sum(len(cache[0]) for stage in stages for cache in stage.device_caches.values())
-
     compiled = 0
     for full in range(1, 17):
         parts = (
@@ -213,8 +198,8 @@ def test_one_compilation_serves_every_head_map() -> None:
             Part("k", tuple(range(9)), rotary=True),
         )
         check(Inputs(10 + full, torch.bfloat16, 1 + full % 3, 128, 17, 9, parts))
-        compiled = compiled or num_compilations()
-    assert num_compilations() == compiled
+        compiled = compiled or num_compilations(*stages)
+    assert num_compilations(*stages) == compiled
 
 
 def test_the_reference_is_what_the_model_computes() -> None:

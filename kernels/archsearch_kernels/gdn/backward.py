@@ -12,11 +12,11 @@ from archsearch_kernels.gdn import backward_kernels as kernels
 from archsearch_kernels.gdn.gradients import Gates, Gradients, States, gradients
 from archsearch_kernels.gdn.kernel import (
     COLUMNS,
-    LINK_COLUMNS,
     WIDE_COLUMNS,
     Call,
     Links,
     is_new,
+    link,
     variant,
 )
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
@@ -25,7 +25,6 @@ LAUNCH: dict[str, dict[str, int]] = {
     "replay": {"num_stages": 3},
     "retreat": {"num_stages": 3},
     "retreat_alone": {"num_stages": 2},
-    "link_back": {"num_warps": 4, "num_stages": 2},
 }
 """How bf16 kernels are compiled."""
 
@@ -58,7 +57,11 @@ def gdn_backward(
         if plan.is_cut or is_new("back", *variant(call), d_final_NnDD is None):
             d_starts = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
             _retreat(call, do, d_final_NnDD, d_starts, None, None)
-            _link_back(call, links, d_starts)
+            # Where nothing is cut, no map is read.
+            maps, reach = (
+                (links.maps, links.reach) if links is not None else (call.totals, call.totals)
+            )
+            link(call, d_starts, maps, reach, back=True)
         _retreat(call, do, d_final_NnDD, d_starts, d_initial, states)
         return gradients(call, gates, do, states, d_initial)
 
@@ -124,22 +127,6 @@ def _retreat(
         SUMMARIZE=states is None,
         V=columns,
         **call.options(launch, columns),
-    )
-
-
-def _link_back(call: Call, links: Links | None, d_starts: Tensor) -> None:
-    columns = min(call.dim, LINK_COLUMNS)
-    kernels.link_back[(call.plan.num_sequences * call.heads * (call.dim // columns),)](
-        call.plan.first_rows,
-        d_starts,
-        call.totals if links is None else links.maps,  # not read where nothing is cut
-        call.totals if links is None else links.reach,
-        call.heads,
-        D=call.dim,
-        V=columns,
-        K=min(call.dim, 32),
-        PRECISION="tf32x3",
-        **LAUNCH["link_back"],
     )
 
 

@@ -12,7 +12,7 @@ The last products are dot products of rows of q or k with their gradients' parts
 every later token of its chunk and in G.
 
 `replay` runs forward again and writes each chunk's S and U, `retreat` runs backward and writes each chunk's dS' and dP (first
-for each segment by itself, where a sequence is cut: its map is the transposed map of the forward, which `link_back` chains),
+for each segment by itself, where a sequence is cut: its map is the transposed map of the forward, which `link` chains from the last on),
 and gradient_kernels.py does the rest for all chunks at the same time.
 """
 
@@ -226,40 +226,3 @@ def retreat(
     elif d_initial is not None:  # noqa: SIM102
         if position == 0:
             write_state(d_initial, tl.trans(d_state), sequence * heads + head, column, D, V)
-
-
-@triton.jit(do_not_specialize=RUN_TIME_COUNTS)
-def link_back(
-    first_rows: tl.tensor,
-    d_starts: tl.tensor,
-    maps: tl.tensor,
-    reach: tl.tensor,
-    heads: tl.tensor,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """Gradients of segments' first states, in place: d_starts[j] += maps[j]^T d_starts[j + 1], V columns a program."""
-    blocks: tl.constexpr = D // V
-    column = tl.program_id(0) % blocks * V
-    head = tl.program_id(0) // blocks % heads
-    sequence = tl.program_id(0) // blocks // heads
-    d = tl.arange(0, D)
-    p = tl.arange(0, K)
-    start = tl.load(first_rows + sequence)
-    stop = tl.load(first_rows + sequence + 1)
-    for step in tl.range(start + 1, stop - 1):
-        row = start + stop - 1 - step
-        place = row * heads + head
-        if tl.load(reach + place) > -FORGOTTEN:
-            state = read_state(d_starts, place, column, D, V)
-            rows = maps + place.to(tl.int64) * (D * D)
-            after = d_starts + (place + heads).to(tl.int64) * (D * D) + column
-            for part in tl.range(0, D, K):
-                m = tl.load(rows + (part + p)[None, :] * D + d[:, None])
-                later = tl.load(after + (part + p)[:, None] * D + tl.arange(0, V)[None, :])
-                state = tl.dot(m, later, acc=state, input_precision=PRECISION)
-            write_state(d_starts, state, place, column, D, V)
-            # The next row reads what other threads of this program have just written.
-            tl.debug_barrier()

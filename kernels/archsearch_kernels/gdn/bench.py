@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archsearch_kernels.gdn import kernel, reference
+from archsearch_kernels.timing import kernel_ms, median_ms
 
 SHAPES = ((1, 32768), (8, 4096))
 """B and T; 16 query heads over 8 KV heads, 14 of the query heads run, D 128, bf16."""
@@ -102,22 +103,6 @@ def fla_forward(arguments: dict[str, Any]) -> Callable[[], Any] | None:
     return lambda: fla.chunk_gated_delta_rule(
         **inputs, scale=DIM**-0.5, use_qk_l2norm_in_kernel=True, output_final_state=False
     )
-
-
-def median_ms(call: Callable[[], Any]) -> float:
-    return float(triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median"))
-
-
-def kernel_ms(call: Callable[[], Any], repeats: int = 10) -> dict[str, float]:
-    """Mean time of each GPU kernel of a call, by torch's profiler."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    events = profiler.key_averages()
-    return {event.key: event.device_time_total / repeats / 1e3 for event in events}
 
 
 def bench(batch: int, tokens: int, kind: str, deadline: float) -> dict[str, Any]:

@@ -157,16 +157,20 @@ def summarize(
 @triton.jit(do_not_specialize=RUN_TIME_COUNTS)
 def link(
     first_rows: tl.tensor,
-    ends: tl.tensor,
+    states: tl.tensor,
     maps: tl.tensor,
     reach: tl.tensor,
     heads: tl.tensor,
     D: tl.constexpr,
     V: tl.constexpr,
     K: tl.constexpr,
+    BACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Turns N into the state after each segment, in place: ends[j] += maps[j] ends[j - 1], V columns a program."""
+    """Turns N into the state after each segment, in place: states[j] += maps[j] states[j - 1], V columns a program.
+
+    BACK: gradients of segments' first states, states[j] += maps[j]^T states[j + 1], from the last on.
+    """
     blocks: tl.constexpr = D // V
     column = tl.program_id(0) % blocks * V
     head = tl.program_id(0) // blocks % heads
@@ -175,17 +179,22 @@ def link(
     p = tl.arange(0, K)
     start = tl.load(first_rows + sequence)
     stop = tl.load(first_rows + sequence + 1)
-    for row in tl.range(start + 1, stop - 1):
+    for step in tl.range(start + 1, stop - 1):
+        row = start + stop - 1 - step if BACK else step
         place = row * heads + head
         if tl.load(reach + place) > -FORGOTTEN:
-            state = read_state(ends, place, column, D, V)
+            state = read_state(states, place, column, D, V)
             rows = maps + place.to(tl.int64) * (D * D)
-            before = ends + (place - heads).to(tl.int64) * (D * D) + column
+            neighbour = place + heads if BACK else place - heads
+            linked = states + neighbour.to(tl.int64) * (D * D) + column
             for part in tl.range(0, D, K):
-                m = tl.load(rows + d[:, None] * D + (part + p)[None, :])
-                old = tl.load(before + (part + p)[:, None] * D + tl.arange(0, V)[None, :])
-                state = tl.dot(m, old, acc=state, input_precision=PRECISION)
-            write_state(ends, state, place, column, D, V)
+                if BACK:
+                    m = tl.load(rows + (part + p)[None, :] * D + d[:, None])
+                else:
+                    m = tl.load(rows + d[:, None] * D + (part + p)[None, :])
+                other = tl.load(linked + (part + p)[:, None] * D + tl.arange(0, V)[None, :])
+                state = tl.dot(m, other, acc=state, input_precision=PRECISION)
+            write_state(states, state, place, column, D, V)
             # The next row reads what other threads of this program have just written.
             tl.debug_barrier()
 

@@ -270,21 +270,27 @@ def _link_segments(call: Call) -> Links:
         MOST_CHUNKS=MOST_CHUNKS,
         **call.options(LAUNCH["summarize"], COLUMNS[call.dim]),
     )
+    link(call, ends, maps, reach, back=False)
+    return Links(ends, maps, reach)
+
+
+def link(call: Call, states: Tensor, maps: Tensor, reach: Tensor, *, back: bool) -> None:
+    """Hands states from segment to segment, in place, or with back their gradients the other way."""
     columns = min(call.dim, LINK_COLUMNS)
-    kernels.link[(plan.num_sequences * call.heads * (call.dim // columns),)](
-        plan.first_rows,
-        ends,
+    kernels.link[(call.plan.num_sequences * call.heads * (call.dim // columns),)](
+        call.plan.first_rows,
+        states,
         maps,
         reach,
         call.heads,
         D=call.dim,
         V=columns,
         K=min(call.dim, 32),
+        BACK=back,
         PRECISION="tf32x3",
         num_warps=4,
         **LAUNCH["link"],
     )
-    return Links(ends, maps, reach)
 
 
 _seen: set[tuple[object, ...]] = set()

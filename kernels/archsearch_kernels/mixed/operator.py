@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,12 +71,7 @@ def mixed_heads(
     }
     parts = list(prologue(q_BTHD, k_BTGD, plan.prologue, **options))
 
-    def keep(own: HeadPlan, made: list[Tensor]) -> AbstractContextManager[Any]:
-        if not remake or not torch.is_grad_enabled():
-            return nullcontext()
-        raw_q, raw_k = q_BTHD.detach(), k_BTGD.detach()
-        return Remade(made, lambda: prologue(raw_q, raw_k, own, **options)).hooks()
-
+    keep = partial(_kept, q_BTHD, k_BTGD, options, remake and torch.is_grad_enabled())
     v_linear, v_full = _values(v_BTGD, plan)
     full, linear = None, None
     main = torch.cuda.current_stream() if side_stream is not None else None
@@ -92,9 +88,7 @@ def mixed_heads(
             )
         del q, k
     del parts
-    if full is not None and side_stream is not None and main is not None:
-        main.wait_stream(side_stream)
-        full.record_stream(main)
+    _join(full, side_stream, main)
     # Without linear heads gamma, bias and gate are empty, but there: their absence would be another compilation.
     return fusion(
         full,
@@ -118,6 +112,30 @@ def _beside(
     for x in read:
         x.record_stream(side)
     return torch.cuda.stream(side)
+
+
+def _join(
+    full: Tensor | None, side: torch.cuda.Stream | None, main: torch.cuda.Stream | None
+) -> None:
+    """main goes on after what full attention has been given beside it."""
+    if full is not None and side is not None and main is not None:
+        main.wait_stream(side)
+        full.record_stream(main)
+
+
+def _kept(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    options: dict[str, Any],
+    remake: bool,
+    own: HeadPlan,
+    made: list[Tensor],
+) -> AbstractContextManager[Any]:
+    """Operators inside keep `made`, the branch's q and k, or with remake how to make them again."""
+    if not remake:
+        return nullcontext()
+    raw_q, raw_k = q_BTHD.detach(), k_BTGD.detach()
+    return Remade(made, lambda: prologue(raw_q, raw_k, own, **options)).hooks()
 
 
 def _values(v_BTGD: Tensor, plan: MixedPlan) -> tuple[Tensor, Tensor]:

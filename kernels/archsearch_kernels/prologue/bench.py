@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from archsearch_kernels.prologue import kernel, reference
 from archsearch_kernels.prologue.heads import HeadPlan, Part, plan_heads
+from archsearch_kernels.timing import kernel_ms, median_ms
 
 SHAPES = ((1, 32768), (8, 4096))
 """B and T; D 128, bf16."""
@@ -137,22 +138,6 @@ def errors_of(
         for one, other in zip(*results, strict=True)
     ]
     return [error if error == error else float("inf") for error in errors]  # noqa: PLR0124 - NaN
-
-
-def median_ms(call: Callable[[], Any]) -> float:
-    return float(triton.testing.do_bench(call, warmup=10, rep=60, return_mode="median"))
-
-
-def kernel_ms(call: Callable[[], Any], repeats: int = 10) -> dict[str, float]:
-    """Mean time of each GPU kernel of a call, by torch's profiler."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    events = profiler.key_averages()
-    return {event.key: event.device_time_total / repeats / 1e3 for event in events}
 
 
 def passes_of(
