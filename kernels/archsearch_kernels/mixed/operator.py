@@ -56,9 +56,9 @@ def mixed_heads(
     Weights of the q and k norm (both or neither), cos, sin and factor are the prologue's, and needed where the plan's
     switches ask for them. Causal from the first token on; no state, no packed sequences.
 
-    remake: q and k of the branches are not kept for the backward pass but made again there, which saves 32 (7:1) or 64 MiB
-    (3:1) of some 1.6 GiB at 32768 tokens and costs up to 1 ms. side_stream: where full attention runs beside the linear
-    heads. Raises ValueError where the plan is of other heads or another device.
+    remake: q and k of the branches are made again for the backward pass, which saves 2 to 4% of its peak memory and costs up
+    to 1 ms. side_stream: where full attention runs beside the linear heads. Raises ValueError where the plan is of other
+    heads or another device.
     """
     _check(plan, q_BTHD, k_BTGD, a_BTn)
     options: dict[str, Any] = {
@@ -69,26 +69,15 @@ def mixed_heads(
         "sin_BTD": sin_BTD,
         "factor_BT": factor_BT,
     }
-    parts = list(prologue(q_BTHD, k_BTGD, plan.prologue, **options))
-
-    keep = partial(_kept, q_BTHD, k_BTGD, options, remake and torch.is_grad_enabled())
-    v_linear, v_full = _values(v_BTGD, plan)
-    full, linear = None, None
-    main = torch.cuda.current_stream() if side_stream is not None else None
-    if plan.prologue_full is not None:
-        q, k = parts[:2]
-        with _beside(side_stream, main, [q, k, v_full]), keep(plan.prologue_full, [q, k]):
-            full = full_attention(q, k, v_full)
-        del q, k, parts[:2]
-    if plan.prologue_linear is not None:
-        q, k = parts
-        with keep(plan.prologue_linear, parts):
-            linear, _ = gated_delta_net(
-                q, k, v_linear, a_BTn, b_BTn, A_log_n, dt_bias_n, plan.q_index, plan.kv_index
-            )
-        del q, k
-    del parts
-    _join(full, side_stream, main)
+    full, linear = _branches(
+        list(prologue(q_BTHD, k_BTGD, plan.prologue, **options)),
+        v_BTGD,
+        (a_BTn, b_BTn, A_log_n, dt_bias_n),
+        plan,
+        partial(_kept, q_BTHD, k_BTGD, options, remake and torch.is_grad_enabled()),
+        full_attention,
+        side_stream,
+    )
     # Without linear heads gamma, bias and gate are empty, but there: their absence would be another compilation.
     return fusion(
         full,
@@ -97,9 +86,36 @@ def mixed_heads(
         gamma_RD=gamma_nD,
         bias_RD=bias_nD,
         gate_BTED=gate_BTnD,
-        gate_factor=2.0,
         norm_eps=norm_eps,
     )
+
+
+def _branches(
+    parts: list[Tensor],
+    v_BTGD: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor, Tensor],
+    plan: MixedPlan,
+    keep: Callable[[HeadPlan, list[Tensor]], AbstractContextManager[Any]],
+    full_attention: Attend,
+    side: torch.cuda.Stream | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What both branches make of q and k, which are in parts by branch, and let go of as soon as they are used."""
+    v_linear, v_full = _values(v_BTGD, plan)
+    full, linear = None, None
+    main = torch.cuda.current_stream() if side is not None else None
+    if plan.prologue_full is not None:
+        q, k = parts[:2]
+        with _beside(side, main, [q, k, v_full]), keep(plan.prologue_full, [q, k]):
+            full = full_attention(q, k, v_full)
+        del q, k, parts[:2]
+    if plan.prologue_linear is not None:
+        q, k = parts
+        with keep(plan.prologue_linear, parts):
+            linear, _ = gated_delta_net(q, k, v_linear, *gates, plan.q_index, plan.kv_index)
+    if full is not None and side is not None and main is not None:
+        main.wait_stream(side)
+        full.record_stream(main)
+    return full, linear
 
 
 def _beside(
@@ -112,15 +128,6 @@ def _beside(
     for x in read:
         x.record_stream(side)
     return torch.cuda.stream(side)
-
-
-def _join(
-    full: Tensor | None, side: torch.cuda.Stream | None, main: torch.cuda.Stream | None
-) -> None:
-    """main goes on after what full attention has been given beside it."""
-    if full is not None and side is not None and main is not None:
-        main.wait_stream(side)
-        full.record_stream(main)
 
 
 def _kept(
