@@ -21,6 +21,7 @@ from tests.kernels.test_gdn_kernel import (  # noqa: F401 - a fixture of every t
 )
 
 kernels = pytest.importorskip("archsearch_kernels.gdn.backward_kernels")
+forward_kernels = pytest.importorskip("archsearch_kernels.gdn.forward_kernels")
 gradient_kernels = pytest.importorskip("archsearch_kernels.gdn.gradient_kernels")
 operator = pytest.importorskip("archsearch_kernels.gdn.operator")
 
@@ -210,7 +211,7 @@ def test_one_compilation_serves_every_head_map() -> None:
         gradients_of(operator.gated_delta_net, inputs.arguments(), options, "o")
 
     run(32, 16)
-    passes = (kernels.replay, kernels.retreat, kernels.link)
+    passes = (kernels.replay, kernels.retreat, forward_kernels.link)
     products = (gradient_kernels.query_gradients, gradient_kernels.key_gradients)
     stages = (*passes, *products, gradient_kernels.gather, gradient_kernels.gates)
     compiled = num_compilations(*stages)
