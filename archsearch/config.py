@@ -7,49 +7,39 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from .metrics import GeneralKind, Metric, MetricName, ProbeKind, RetrievalKind
+from .textconfig import (
+    DataConfig,
+    HarnessConfig,
+    HeldoutConfig,
+    NonNegative,
+    Positive,
+    ProbeConfig,
+    ProbeFile,
+    Rate,
+    Section,
+    TextConfig,
+)
+
+# Every section can be had from here, wherever it is written down.
+__all__ = [
+    "DataConfig",
+    "GeneralKind",
+    "HarnessConfig",
+    "HeldoutConfig",
+    "Metric",
+    "ProbeConfig",
+    "ProbeFile",
+    "ProbeKind",
+    "RetrievalKind",
+    "Section",
+    "TextConfig",
+]
 
 SCHEMA = 1
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Rate = Annotated[float, Field(gt=0)]
-
-RetrievalKind = Literal["single", "multikey", "multivalue", "multiquery", "tracking"]
-"""Retrieval sub-probes after RULER: needles in a haystack, and variable tracking."""
-GeneralKind = Literal["copying", "labels", "arithmetic", "lookup", "agreement"]
-"""General sub-probes: short prompts that need no data set."""
-ProbeKind = RetrievalKind | GeneralKind
-
-Metric = Literal[
-    "kl",
-    "top1_agreement",
-    "niah_single_nll",
-    "niah_single_match",
-    "niah_multikey_nll",
-    "niah_multikey_match",
-    "niah_multivalue_nll",
-    "niah_multivalue_match",
-    "niah_multiquery_nll",
-    "niah_multiquery_match",
-    "tracking_nll",
-    "tracking_match",
-    "copying_nll",
-    "copying_match",
-    "labels_nll",
-    "labels_match",
-    "arithmetic_nll",
-    "arithmetic_match",
-    "lookup_nll",
-    "lookup_match",
-    "agreement_nll",
-    "agreement_match",
-    "general_nll",
-    "general_match",
-    "fa_share",
-    "cache_bytes",
-]
 ScoreMethod = Literal[
     "causal",
     "attribution",
@@ -87,12 +77,6 @@ SeedMethod = Literal[
 """Head maps to start from; NAME_groups keeps whole KV groups, restoration and even_layers whole layers."""
 
 
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are not coerced between kinds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class TeacherConfig(Section):
     """The pretrained full-attention model that is searched over."""
 
@@ -105,63 +89,6 @@ class TeacherConfig(Section):
     trust_remote_code: bool = False
     random_weights: bool = False
     """Take the architecture only and draw the weights at random: for dry runs of the machinery."""
-
-
-class TextConfig(Section):
-    """Where token sequences come from."""
-
-    source: Literal["teacher", "file", "datasets"] = "teacher"
-    """Drawn from the teacher at temperature 1; a file; or a name for the `datasets` package."""
-    path: str | None = None
-    """file: .txt, .jsonl or .parquet (column `text`), or .npy of token ids [sequences, tokens]; `package:` works."""
-    name: str | None = None
-    """datasets: `NAME` or `NAME:CONFIG`."""
-    split: str = "train"
-    column: str = "text"
-    temperature: Rate = 1.0
-
-    @model_validator(mode="after")
-    def _complete(self) -> TextConfig:
-        if self.source == "file" and not self.path:
-            raise ValueError("source: file needs path")
-        if self.source == "datasets" and not self.name:
-            raise ValueError("source: datasets needs name")
-        return self
-
-
-class DataConfig(Section):
-    """Token sequences for alignment, distillation and held-out divergence."""
-
-    sequence_length: Positive = 1024
-    train: TextConfig = TextConfig()
-    heldout: TextConfig = TextConfig()
-    heldout_sequences: Positive = 8
-    max_train_sequences: Positive | None = None
-    """Most distinct training sequences to draw or read; longer training goes over them again."""
-    niah_share: Share = 0.25
-    """Share of the training sequences that are retrieval prompts instead of text."""
-
-
-class ProbeConfig(Section):
-    """The prompts that every trial answers; digits and multi_keys also shape those of scores and training."""
-
-    kinds: Annotated[tuple[ProbeKind, ...], Field(min_length=1)] = ("single", "multikey")
-    """Each gives a metric KIND_nll and KIND_match (with niah_ before needles); general_nll and general_match are
-    the means over the general ones."""
-    contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1024,)
-    """Lengths in tokens of retrieval prompts; general ones have their own, of 50 to 400."""
-    multi_keys: Annotated[int, Field(ge=2)] = 4
-    """Needles in a prompt of several; a single-key prompt has one."""
-    digits: Annotated[int, Field(ge=1, le=12)] = 7
-    """Length of the number that is the needle's value."""
-    prompts: Positive = 8
-    """Evaluation prompts of each kind (retrieval: at each context)."""
-
-    @model_validator(mode="after")
-    def _distinct(self) -> ProbeConfig:
-        if len(set(self.kinds)) < len(self.kinds):
-            raise ValueError("kinds names a kind twice")
-        return self
 
 
 class ScoringConfig(Section):
@@ -257,14 +184,14 @@ class SupernetConfig(Section):
 class ObjectiveConfig(Section):
     """One objective of the search."""
 
-    metric: Metric
+    metric: MetricName
     direction: Literal["minimize", "maximize"]
 
 
 class ConstraintConfig(Section):
     """A hard bound on one metric."""
 
-    metric: Metric
+    metric: MetricName
     min: float | None = None
     max: float | None = None
 
@@ -376,6 +303,7 @@ class RunConfig(Section):
     teacher: TeacherConfig
     data: DataConfig = DataConfig()
     probes: ProbeConfig = ProbeConfig()
+    harness: HarnessConfig = HarnessConfig()
     scoring: ScoringConfig = ScoringConfig()
     supernet: SupernetConfig = SupernetConfig()
     search: SearchConfig = SearchConfig()

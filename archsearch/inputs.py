@@ -15,6 +15,7 @@ from .config import GdnConfig, RunConfig, TeacherConfig, TextConfig
 from .data.corpora import load_tokens
 from .data.documents import open_corpus
 from .errors import ConfigError, EnvironmentFault
+from .evaluation.harness import check_tasks
 from .footprint import TRAIN
 from .models.gguf_cache import cached, read_config
 from .models.sources import Source, locate, resolve_path
@@ -75,6 +76,10 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
     data, length = config.data, config.data.sequence_length
     rows = training_rows(config)
     uses = [("heldout", data.heldout, data.heldout_sequences, 0)]
+    uses += [
+        (f"extra_heldout[{index}]", text, text.sequences or data.heldout_sequences, 0)
+        for index, text in enumerate(data.extra_heldout)
+    ]
     if rows.text:
         uses.append(("train", data.train, rows.text, rows.skip))
     for name, text, sequences, skipped in uses:
@@ -82,6 +87,12 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
             with naming(f"data.{name}.path"):
                 _check_text(text, tokenizer, info.vocab_size, sequences, length, skipped)
     check_probes(config, tokenizer, info.max_context, rows.prompts)
+    search = config.search
+    wanted = {f"search.objectives[{i}].metric": o.metric for i, o in enumerate(search.objectives)}
+    wanted |= {
+        f"search.constraints[{i}].metric": c.metric for i, c in enumerate(search.constraints)
+    }
+    check_tasks(config.harness, wanted)
 
 
 def scored_inputs(config: RunConfig) -> dict[str, str]:

@@ -10,8 +10,11 @@ from typing import Any, get_args
 
 import torch
 
-from .config import GeneralKind, RunConfig, ScoreMethod, TextConfig
+from .config import DataConfig, RunConfig, ScoreMethod, TextConfig
+from .errors import ArchsearchError
 from .footprint import TRAIN, Footprint, footprint
+from .metrics import GeneralKind
+from .models.sources import resolve_path
 from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
 from .search.driver import needed_scores
@@ -35,6 +38,8 @@ DRAWN_PAIRS = 1.5
 GENERAL_TOKENS = 100
 """Length of a general prompt (61 to 129 with the tokenizer of SmolLM2)."""
 ANSWER_TOKENS = 6
+BYTES_A_TOKEN, PACKED = 5, 8
+"""English text in bytes a token, and how much smaller gzip makes repetitive prompts (the shipped ones: 5.3 and 8.6)."""
 MLP_SHARE = 0.6
 """Share of the MLPs in a forward: with attention frozen, only they run again."""
 SENDER_ROUNDS = 2
@@ -123,6 +128,18 @@ def training_rows(config: RunConfig) -> TrainingRows:
     return TrainingRows(max(1, rows - prompts) if rows else 0, prompts, skip)
 
 
+def texts(data: DataConfig) -> dict[str, TextConfig]:
+    """The texts of a config by their field within data."""
+    extra = {f"extra_heldout[{index}]": text for index, text in enumerate(data.extra_heldout)}
+    return {"train": data.train, "heldout": data.heldout, **extra}
+
+
+def text_origin(text: TextConfig) -> str:
+    """Where a text comes from, in words."""
+    named = {"file": text.path, "datasets": text.name, "docstrings": "Python's docstrings"}
+    return named.get(text.source) or "the teacher"
+
+
 def _corpus(text: TextConfig) -> dict[str, Any]:
     """What decides which documents a text has; a teacher's temperature does not."""
     return text.model_dump(exclude={"temperature"})
@@ -138,9 +155,24 @@ def evaluation_tokens(config: RunConfig) -> int:
     """Tokens of one candidate's evaluation: held-out text and prompts."""
     data, probes = config.data, config.probes
     general = len(set(probes.kinds) & set(get_args(GeneralKind)))
-    retrieval = (len(probes.kinds) - general) * sum(probes.contexts)
-    prompts = probes.prompts * (retrieval + general * GENERAL_TOKENS)
-    return data.heldout_sequences * data.sequence_length + prompts
+    haystacks = len(probes.kinds) - general + len(probes.unseen)
+    prompts = probes.prompts * (haystacks * sum(probes.contexts) + general * GENERAL_TOKENS)
+    prompts += sum(_file_tokens(file.path) for file in probes.files)
+    heldout = [
+        data.heldout_sequences,
+        *(t.sequences or data.heldout_sequences for t in data.extra_heldout),
+    ]
+    return sum(heldout) * data.sequence_length + prompts
+
+
+def _file_tokens(source: str) -> int:
+    """About how many tokens a file of prompts has, from its size; 0 where it cannot be read."""
+    try:
+        path = resolve_path(source)
+        packed = PACKED if path.suffix == ".gz" else 1
+        return path.stat().st_size * packed // BYTES_A_TOKEN
+    except (ArchsearchError, OSError):
+        return 0
 
 
 @dataclass(frozen=True)
@@ -232,14 +264,14 @@ def _teacher(info: TeacherInfo) -> tuple[str, float]:
 def _data(config: RunConfig, speed: Speed) -> tuple[str, float]:
     seconds, said = 0.0, []
     length = config.data.sequence_length
-    rows = training_rows(config).text, config.data.heldout_sequences
-    for name, text, sequences in zip(
-        ("train", "held-out"), (config.data.train, config.data.heldout), rows, strict=True
-    ):
+    data = config.data
+    parts = [("train", data.train, training_rows(config).text)]
+    parts.append(("held-out", data.heldout, data.heldout_sequences))
+    parts += [(t.label, t, t.sequences or data.heldout_sequences) for t in data.extra_heldout]
+    for name, text, sequences in parts:
         if not sequences:
             continue
-        origin = {"file": text.path, "datasets": text.name}.get(text.source, "the teacher")
-        said.append(f"{sequences * length:,} {name} tokens from {origin}")
+        said.append(f"{sequences * length:,} {name} tokens from {text_origin(text)}")
         if text.source == "teacher":
             steps = math.ceil(sequences / GPU_DRAW_BATCH) * length
             seconds += sequences * length * speed.draw + steps * speed.step

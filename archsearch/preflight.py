@@ -21,13 +21,15 @@ from .config import (
     ScoringConfig,
 )
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
+from .evaluation.harness import check_harness_package
 from .footprint import TRAIN
 from .inputs import check_inputs, check_teacher_files
+from .metrics import DIVERGENCES, HARNESS, UNSEEN
 from .models.kernels import check_kernels
 from .models.teacher import TeacherInfo, pick_device, resolve_path
-from .plan import Plan, scored_methods, training_rows
+from .plan import Plan, scored_methods, texts, training_rows
 from .report.records import bytes_text
-from .search.records import measured_metrics
+from .search.records import measured_metrics, prompt_metrics
 from .search.space import check_constraints
 
 
@@ -38,15 +40,16 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
     for a backend that this machine can't run.
     """
     lengths = {"data.sequence_length": config.data.sequence_length}
-    if set(config.probes.kinds) & set(get_args(RetrievalKind)):
+    if _has_haystacks(config.probes) and not config.probes.beyond_window:
         lengths["probes.contexts"] = max(config.probes.contexts)
     if config.scoring.retrieval:
         lengths["scoring.contexts"] = max(config.scoring.contexts)
     for field, length in lengths.items():
         if length > info.max_context:
+            hint = ", or more with probes.beyond_window: true" if field.startswith("probes") else ""
             raise ConfigError(
                 f"{field}: {length} is beyond the teacher's {info.max_context} tokens; allowed: "
-                f"1 to {info.max_context}"
+                f"1 to {info.max_context}{hint}"
             )
     if config.scoring.replacement_length > config.data.sequence_length:
         raise ConfigError(
@@ -71,18 +74,38 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
 
 
 def _check_metrics(config: RunConfig) -> None:
-    """Raises ConfigError for an objective or bound on a metric that probes.kinds does not provide."""
-    allowed, search = measured_metrics(config.probes), config.search
+    """Raises ConfigError for an objective or bound on a metric that the run does not have."""
+    allowed, search = measured_metrics(config), config.search
     wanted = {f"search.objectives[{i}]": o.metric for i, o in enumerate(search.objectives)}
     wanted |= {f"search.constraints[{i}]": c.metric for i, c in enumerate(search.constraints)}
     for field, metric in wanted.items():
         if metric not in allowed:
-            kinds = (*get_args(RetrievalKind), *get_args(GeneralKind))
-            needed = [k for k in kinds if metric in measured_metrics(ProbeConfig(kinds=(k,)))]
             raise ConfigError(
-                f"{field}.metric: {metric} needs {' or '.join(needed)} among probes.kinds; "
-                f"allowed with those that it has: {', '.join(allowed)}"
+                f"{field}.metric: {metric} needs {_needed_for(metric)}; allowed with those that it has: "
+                f"{', '.join(allowed)}"
             )
+
+
+def _needed_for(metric: str) -> str:
+    """What a config that lacks a metric needs, in words."""
+    name, _, context = metric.partition("@")
+    kinds = (*get_args(RetrievalKind), *get_args(GeneralKind))
+    found = [k for k in kinds if name in prompt_metrics(ProbeConfig(kinds=(k,)))]
+    needed, place = " or ".join(found), "kinds"
+    if name.startswith(UNSEEN):
+        needed, place = name.removeprefix(UNSEEN).rpartition("_")[0], "unseen"
+    elif name.startswith(HARNESS):
+        return "its task among harness.tasks"
+    elif not found and name.startswith(DIVERGENCES):
+        return "its label among data.extra_heldout"
+    elif not found:
+        return "its name among probes.files"
+    also = f" and {context} among several probes.contexts" if context else ""
+    return f"{needed} among probes.{place}{also}"
+
+
+def _has_haystacks(probes: ProbeConfig) -> bool:
+    return bool({*probes.kinds, *probes.unseen} & set(get_args(RetrievalKind)))
 
 
 def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None = None) -> list[str]:
@@ -92,7 +115,7 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
     """
     found = []
     uses = {"path": "file", "name": "datasets", "split": "datasets", "temperature": "teacher"}
-    for part, text in (("train", config.data.train), ("heldout", config.data.heldout)):
+    for part, text in texts(config.data).items():
         found += [
             f"data.{part}.{key} is ignored: data.{part}.source is {text.source}, not {source}"
             for key, source in uses.items()
@@ -108,10 +131,12 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
     found += _ignored_scoring(
         config.scoring, scored_methods(config) if methods is None else methods
     )
-    if "contexts" in config.probes.model_fields_set and not set(config.probes.kinds) & set(
-        get_args(RetrievalKind)
-    ):
+    if "contexts" in config.probes.model_fields_set and not _has_haystacks(config.probes):
         found.append("probes.contexts is ignored: probes.kinds has no retrieval prompts")
+    if "niah_text_share" in config.data.model_fields_set and not config.data.niah_share:
+        found.append("data.niah_text_share is ignored: data.niah_share is 0")
+    if len(config.harness.model_fields_set) and not config.harness.tasks:
+        found.append("harness is ignored: harness.tasks is empty")
     seeds = config.search.seeds
     if "random_maps" in seeds.model_fields_set and "random" not in seeds.methods:
         found.append("search.seeds.random_maps is ignored: search.seeds.methods has no random")
@@ -153,7 +178,12 @@ def check_machine(config: RunConfig, *, searches: bool = True) -> None:
         _check_file("supernet.source", config.supernet.source)
     if config.scoring.pairs_file is not None:
         _check_file("scoring.pairs_file", config.scoring.pairs_file)
-    for field, text in (("train", config.data.train), ("heldout", config.data.heldout)):
+    for file_index, file in enumerate(config.probes.files):
+        _check_file(f"probes.files[{file_index}].path", file.path)
+    check_harness_package(config.harness)
+    if config.harness.include_path is not None:
+        _check_file("harness.include_path", config.harness.include_path)
+    for field, text in texts(config.data).items():
         if text.source == "file":
             _check_file(f"data.{field}.path", str(text.path))
         if text.source == "datasets" and importlib.util.find_spec("datasets") is None:

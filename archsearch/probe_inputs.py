@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from .config import ProbeKind, RunConfig, ScoringConfig
+from .data.answers_file import read_answers
 from .data.niah import Probe, retrieval_rows
 from .data.pairs_file import read_pairs
 from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, UnknownWords, make_probes
@@ -18,6 +19,7 @@ from .models.sources import resolve_path
 
 CAPABILITIES = ("retrieval", "general")
 """Those that have sub-probes of ours."""
+UNSEEN_FIELD = "probes.unseen"
 GENERAL_DRAWS = 4
 """Prompts of each general kind that are drawn to see how long they are."""
 
@@ -32,6 +34,10 @@ def check_probes(
     scoring, own = config.scoring, Counter[str]()
     _check_retrieval(config, tokenizer, prompts)
     _check_general(config, tokenizer, max_context)
+    limit = None if config.probes.beyond_window else max_context
+    for index, file in enumerate(config.probes.files):
+        with naming(f"probes.files[{index}]"):
+            read_answers(resolve_path(file.path), tokenizer, file.name, max_tokens=limit)
     if scoring.pairs_file is not None:
         with naming("scoring.pairs_file"):
             own = _check_pairs(scoring, resolve_path(scoring.pairs_file), tokenizer, max_context)
@@ -40,7 +46,7 @@ def check_probes(
 
 def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: int) -> None:
     """Draws one prompt of each retrieval kind at each context: they may be too short for the needles."""
-    parts = (
+    parts: list[tuple[str, tuple[ProbeKind, ...], str, tuple[int, ...]]] = [
         ("probes.kinds", config.probes.kinds, "probes.contexts", config.probes.contexts),
         (
             "scoring.retrieval",
@@ -48,7 +54,8 @@ def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prom
             "scoring.contexts",
             config.scoring.contexts,
         ),
-    )
+        (UNSEEN_FIELD, config.probes.unseen, "probes.contexts", config.probes.contexts),
+    ]
     for kinds_field, kinds, field, contexts in parts:
         for index, context in enumerate(contexts):
             for kind in (kind for kind in kinds if kind in RETRIEVAL_KINDS):
@@ -56,7 +63,7 @@ def _check_retrieval(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prom
                     _naming_kinds(kinds_field, config, tokenizer, context),
                     naming(f"{field}[{index}]"),
                 ):
-                    _draw(config, tokenizer, kind, 1, context)
+                    _draw(config, tokenizer, kind, 1, context, unseen=kinds_field == UNSEEN_FIELD)
     with naming("data.sequence_length"):
         retrieval_rows(
             tokenizer,
@@ -122,9 +129,13 @@ def _draw(
     kind: ProbeKind,
     count: int,
     context: int,
+    *,
+    unseen: bool = False,
 ) -> list[Probe]:
     keys, digits = config.probes.multi_keys, config.probes.digits
-    return make_probes(tokenizer, kind, count, context, keys=keys, digits=digits, seed=config.seed)
+    return make_probes(
+        tokenizer, kind, count, context, keys=keys, digits=digits, seed=config.seed, unseen=unseen
+    )
 
 
 def _check_lengths(probes: list[Probe], name: str, max_context: int) -> None:
@@ -147,21 +158,27 @@ def _naming_kinds(
         kinds: dict[str, tuple[ProbeKind, ...]] = {
             "scoring.retrieval": RETRIEVAL_KINDS,
             "scoring.general": GENERAL_KINDS,
+            UNSEEN_FIELD: RETRIEVAL_KINDS,
         }
         able = [
             kind
             for kind in kinds.get(field, (*RETRIEVAL_KINDS, *GENERAL_KINDS))
-            if _can_draw(config, tokenizer, kind, context)
+            if _can_draw(config, tokenizer, kind, context, unseen=field == UNSEEN_FIELD)
         ]
         allowed = ", ".join(able) or "[] only"
         raise ConfigError(f"{field}: {error.__cause__ or error}; allowed: {allowed}") from error
 
 
 def _can_draw(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind: ProbeKind, context: int
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: ProbeKind,
+    context: int,
+    *,
+    unseen: bool,
 ) -> bool:
     try:
-        _draw(config, tokenizer, kind, 1, context)
+        _draw(config, tokenizer, kind, 1, context, unseen=unseen)
     except ConfigError:
         return False
     return True

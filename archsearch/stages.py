@@ -15,13 +15,12 @@ import torch
 
 from .config import RunConfig, ScoreMethod
 from .console import StageProgress
-from .data.corpora import load_tokens, training_batches
-from .data.niah import retrieval_rows
+from .data.corpora import training_batches
 from .errors import ConfigError, EnvironmentFault
 from .footprint import TRAIN
 from .models.supernet import Supernet
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
-from .plan import scored_methods, training_rows
+from .plan import scored_methods
 from .report.files import write_report
 from .report.records import bytes_text
 from .report.score_records import read_pair_counts
@@ -34,6 +33,7 @@ from .scoring.similarity import Similarity, measure_similarity
 from .search.driver import SearchOutcome, needed_scores, run_search
 from .search.seeds import read_scores
 from .search.trial import HELDOUT_FILE, RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
+from .texts import write_texts
 from .timings import record_method
 from .training.align import align
 from .training.loop import BatchSource
@@ -108,57 +108,7 @@ def _load_teacher(context: RunContext, progress: StageProgress) -> str:
 
 def _make_data(context: RunContext, progress: StageProgress) -> str:
     """Writes heldout.npy, and train.npy and retrieval.npy where the run trains anything."""
-    config, data, teacher = context.config, context.config.data, context.teacher()
-    heldout = _heldout(context, progress)
-    rows = training_rows(config)
-    if not rows.text:
-        return f"{heldout.size:,} held-out tokens"
-    text = load_tokens(
-        data.train,
-        teacher.tokenizer,
-        teacher,
-        sequences=rows.text,
-        length=data.sequence_length,
-        seed=context.seed("train"),
-        skip=rows.skip,
-        progress=progress,
-    )
-    _write_array(context.run_dir, TRAIN_FILE, text)
-    if rows.prompts:
-        retrieval = retrieval_rows(
-            teacher.tokenizer,
-            rows.prompts,
-            data.sequence_length,
-            keys=config.probes.multi_keys,
-            digits=config.probes.digits,
-            seed=context.seed("retrieval"),
-            progress=progress,
-        )
-        _write_array(context.run_dir, RETRIEVAL_FILE, retrieval)
-    return f"{heldout.size:,} held-out and {text.size:,} training tokens, {rows.prompts:,} prompts"
-
-
-def _heldout(context: RunContext, progress: StageProgress) -> np.ndarray[Any, Any]:
-    """The held-out tokens of heldout.npy, which is written first where it is not there."""
-    data, teacher, path = context.config.data, context.teacher(), context.run_dir / HELDOUT_FILE
-    if not path.exists():
-        heldout = load_tokens(
-            data.heldout,
-            teacher.tokenizer,
-            teacher,
-            sequences=data.heldout_sequences,
-            length=data.sequence_length,
-            seed=context.seed("heldout"),
-            progress=progress,
-        )
-        _write_array(context.run_dir, HELDOUT_FILE, heldout)
-    rows: np.ndarray[Any, Any] = np.load(path)
-    return rows
-
-
-def _write_array(run_dir: RunDir, name: str, array: np.ndarray[Any, Any]) -> None:
-    with run_dir.replacing(name) as path, path.open("wb") as file:
-        np.save(file, array)
+    return write_texts(context.config, context.run_dir, context.teacher(), context.seed, progress)
 
 
 def _token_tensor(rows: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Token sequences from a corpus or from the teacher, and the batches of training.
 
-Shapes: N sequences, T tokens each, M retrieval rows, B sequences a batch.
+Shapes: N sequences, T tokens each, M retrieval rows, B sequences a batch, D documents.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,30 @@ if TYPE_CHECKING:
     from ..models.teacher import Teacher
 
 _TEXTS_AT_ONCE = 64
+
+
+class Packed(NamedTuple):
+    """Rows of tokens, and where documents begin in them."""
+
+    rows: NDArray[Any]
+    """Token ids [N, T]."""
+    starts: NDArray[np.bool_] | None = None
+    """[N, T]: the first token of each document. None where the source has no documents: each row is one."""
+
+
+class PackedBatch(NamedTuple):
+    """Rows of a training step, and where documents begin in them."""
+
+    input_ids: Tensor
+    """[B, T] int64."""
+    starts: Tensor
+    """[B, T] bool: the first token of each document and of each row."""
+
+    def cu_seqlens(self) -> Tensor:
+        """Bounds of the documents in the rows laid end to end: int32 [D + 1] from 0 to B * T."""
+        flat = self.starts.flatten().nonzero().flatten()
+        end = torch.tensor([self.starts.numel()], device=flat.device)
+        return torch.cat([flat, end]).to(torch.int32)
 
 
 def load_tokens(
@@ -49,10 +73,36 @@ def load_tokens(
     Raises ConfigError where a corpus is malformed, too short or a file that is not there, EnvironmentFault where a
     data set cannot be found or needs a package that is not installed.
     """
+    return load_text(
+        text,
+        tokenizer,
+        teacher,
+        sequences=sequences,
+        length=length,
+        seed=seed,
+        skip=skip,
+        batch=batch,
+        progress=progress,
+    ).rows
+
+
+def load_text(
+    text: TextConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: Teacher | None,
+    *,
+    sequences: int,
+    length: int,
+    seed: int,
+    skip: int = 0,
+    batch: int | None = None,
+    progress: Progress = ignore_progress,
+) -> Packed:
+    """As load_tokens, with the starts of documents for a source that has such: JSONL, Parquet, data sets, docstrings."""
     if text.source == "teacher":
         if teacher is None:
             raise ConfigError("text source teacher: no teacher is loaded")
-        return draw_tokens(
+        drawn = draw_tokens(
             teacher.model,
             tokenizer,
             sequences=sequences,
@@ -62,11 +112,12 @@ def load_tokens(
             batch=batch,
             progress=progress,
         )
+        return Packed(drawn)
     path = resolve_path(str(text.path)) if text.source == "file" else None
     if path is not None and path.is_dir():
         raise ConfigError(f"text path {path}: a folder; it needs a file")
     if path is not None and path.suffix == ".npy":
-        return _array_rows(path, tokenizer, sequences, length, skip)
+        return Packed(_array_rows(path, tokenizer, sequences, length, skip))
     corpus = open_corpus(text, path)
     return _packed_rows(corpus, tokenizer, sequences, length, skip, progress=progress)
 
@@ -96,19 +147,66 @@ def training_batches(
             f"{len(retrieval)} of retrieval"
         )
     pools = (_Pool(tokens, (seed, 0)), _Pool(retrieval, (seed, 1)))
-    return _batches(pools, niah_share, batch_sequences, start_step)
+    return (
+        torch.from_numpy(np.stack(rows).astype(np.int64))
+        for rows in _batches(pools, niah_share, batch_sequences, start_step)
+    )
+
+
+def packed_batches(
+    text: Packed,
+    retrieval: Packed | None = None,
+    *,
+    niah_share: float = 0.0,
+    batch_sequences: int,
+    seed: int,
+    start_step: int = 0,
+) -> Iterator[PackedBatch]:
+    """As training_batches, the same rows, with the starts of documents for a trainer that resets at them."""
+    parts = (text, Packed(text.rows[:0]) if retrieval is None else retrieval)
+    places = [np.arange(len(part.rows))[:, None] for part in parts]
+    # Checks the pools, as training_batches does, and draws numbers of rows instead of rows.
+    training_batches(
+        parts[0].rows,
+        parts[1].rows,
+        niah_share=niah_share,
+        batch_sequences=batch_sequences,
+        seed=seed,
+    )
+    pools = (_Pool(places[0], (seed, 0)), _Pool(places[1] + len(places[0]), (seed, 1)))
+    return (
+        _packed(parts, [int(place[0]) for place in chosen])
+        for chosen in _batches(pools, niah_share, batch_sequences, start_step)
+    )
+
+
+def _packed(parts: tuple[Packed, Packed], numbers: list[int]) -> PackedBatch:
+    """The rows of those numbers, which count through both parts."""
+    ids, starts = [], []
+    for number in numbers:
+        second = number >= len(parts[0].rows)
+        part, row = parts[second], number - second * len(parts[0].rows)
+        ids.append(part.rows[row].astype(np.int64))
+        begins = (
+            np.zeros(len(ids[-1]), dtype=np.bool_)
+            if part.starts is None
+            else part.starts[row].copy()
+        )
+        begins[:1] = True
+        starts.append(begins)
+    return PackedBatch(torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(starts)))
 
 
 def _batches(
     pools: tuple[_Pool, _Pool], niah_share: float, batch_sequences: int, step: int
-) -> Iterator[Tensor]:
+) -> Iterator[list[NDArray[Any]]]:
     text, retrieval = pools
     while True:
         # Retrieval rows before this batch and after it: what is no whole row is made up for later.
         before, after = (int(end * batch_sequences * niah_share + 1e-9) for end in (step, step + 1))
         rows = text.take(step * batch_sequences - before, batch_sequences - (after - before))
         rows += retrieval.take(before, after - before)
-        yield torch.from_numpy(np.stack(rows).astype(np.int64))
+        yield rows
         step += 1
 
 
@@ -170,10 +268,11 @@ def _packed_rows(
     skip: int,
     *,
     progress: Progress,
-) -> Tokens:
+) -> Packed:
     """Rows [sequences, length] of the corpus's tokens in one stream; progress counts tokens."""
     needed = (skip + sequences) * length
     packed = np.empty(needed, dtype=token_dtype(len(tokenizer)))
+    starts = np.zeros(needed, dtype=np.bool_)
     end = _end_of_text(tokenizer) if corpus.separate else []
     texts = iter(corpus.texts)
     filled = 0
@@ -184,9 +283,11 @@ def _packed_rows(
         for ids in tokenizer(some, add_special_tokens=False)["input_ids"]:
             part = (ids + end)[: needed - filled]
             packed[filled : filled + len(part)] = part
+            starts[filled : filled + min(1, len(part))] = True
             filled += len(part)
         progress(filled, needed)
-    return packed.reshape(-1, length)[skip:]
+    rows = packed.reshape(-1, length)[skip:]
+    return Packed(rows, starts.reshape(-1, length)[skip:] if corpus.separate else None)
 
 
 def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,9 +1,13 @@
-"""Text from files (.txt, .jsonl, .parquet) and from the `datasets` package, read lazily."""
+"""Text from files (.txt, .jsonl, .parquet), from the `datasets` package and from Python's own docstrings, read lazily."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import sys
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +17,8 @@ from ..config import TextConfig
 from ..errors import ArchsearchError, ConfigError, EnvironmentFault
 
 _BLOCK_CHARS = 1 << 16
+_DOCSTRING_CHARS = 200
+"""Docstrings shorter than that are labels rather than text."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,15 @@ class Corpus:
 
 
 def open_corpus(text: TextConfig, path: Path | None) -> Corpus:
-    """The corpus in the file at path or, without one, under text's datasets name.
+    """The corpus in the file at path or, without one, under text's datasets name or in the docstrings.
 
     Raises ConfigError for a kind of file that is not read. While it is iterated it raises ConfigError
     where a text is malformed or misses its column, EnvironmentFault where a package is missing or the
     data set cannot be reached.
     """
+    if text.source == "docstrings":
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return Corpus(f"docstrings of Python {version}", _docstrings(), separate=True)
     if path is None:
         return Corpus(f"data set {text.name}", _dataset_texts(text), separate=True)
     reader = _READERS.get(path.suffix)
@@ -103,6 +112,31 @@ def _dataset_texts(text: TextConfig) -> Iterator[str]:
     except Exception as error:  # a missing name or split, no network: datasets has many kinds
         raise EnvironmentFault(f"{where}: cannot be read ({error})") from error
 
+
+def _docstrings() -> Iterator[str]:
+    """The longer docstrings of the standard library's modules, by path: text that no model has drawn.
+
+    Nothing is imported. Another Python version may have others.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        inner = path.relative_to(root)
+        if inner.parts[0] in ("site-packages", "dist-packages", "test") or "tests" in inner.parts:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Escapes that a later Python refuses.
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue  # A file for tests of what cannot be parsed.
+        for node in ast.walk(tree):
+            if isinstance(node, _DOCUMENTED):
+                found = ast.get_docstring(node) or ""
+                if len(found) >= _DOCSTRING_CHARS:
+                    yield found
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 _READERS: dict[str, Callable[[Path, str], Iterable[str]]] = {
     ".txt": _plain_texts,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from .lexicon import haystack_sentences
 from .prompts import (
     KEYS,
     compose,
+    compose_in_text,
     draw_script,
     encode,
     fewer_questions,
@@ -67,7 +68,8 @@ class Probe:
     """One clean and corrupt pair, as token ids; the model is given prompt + answer.
 
     prompt and corrupt_prompt have equal length, answer and distractor too. answer starts at the first
-    token in which the two values differ, so that a tokenizer's lone space stays in the prompt.
+    token in which the two values differ, so that a tokenizer's lone space stays in the prompt. Probes from a file of
+    answers have no corrupt prompt and no distractor: both are empty.
     """
 
     kind: str
@@ -76,6 +78,8 @@ class Probe:
     answer: tuple[int, ...]
     corrupt_prompt: tuple[int, ...]
     distractor: tuple[int, ...]
+    group: str = ""
+    """What tells it from others of its kind, where a file has several sorts."""
 
     @property
     def clean_row(self) -> tuple[int, ...]:
@@ -89,7 +93,7 @@ class Probe:
 
 
 class ProbeBatch(NamedTuple):
-    """Probes as left-padded rows, on the CPU."""
+    """Probes as padded rows, on the CPU."""
 
     input_ids: Tensor
     """[N, T] int64: prompt + answer, with 0 as padding."""
@@ -147,12 +151,16 @@ def retrieval_rows(
     keys: int,
     digits: int,
     seed: int,
+    text_NT: NDArray[Any] | None = None,
+    text_share: float = 0.0,
     progress: Progress = ignore_progress,
 ) -> NDArray[np.uint32]:
     """Draws training rows [count, length]: single and multi-key prompts by turns, answers included.
 
     A multi-key row asks for its keys in random order, as many as fit, so that it teaches more than one
-    answer. No row repeats a probe, whatever the seeds. Raises ConfigError where length is too short.
+    answer. About text_share of the rows hide their needles in a row of text_NT each, of length tokens or more; the
+    others in generated sentences. No row repeats a probe, whatever the seeds. Raises ConfigError where length is too
+    short.
     """
     rows = np.empty((count, length), dtype=np.uint32)
     for index in range(count):
@@ -161,7 +169,13 @@ def retrieval_rows(
         script = draw_script(rng, num_keys, digits, rng.random())
         script = replace(script, asked=tuple(rng.sample(list(script.values), num_keys)))
         script = fewer_questions(tokenizer, script, length)
-        prompt = compose(tokenizer, rng, script.scene(), length)
+        # A stream of its own, so that the rows without text are those of a run without any.
+        place = Random(f"place/{seed}/{index}")
+        if text_NT is not None and len(text_NT) and place.random() < text_share:
+            ids = text_NT[place.randrange(len(text_NT))].tolist()
+            prompt = compose_in_text(tokenizer, rng, script.scene(), length, ids)
+        else:
+            prompt = compose(tokenizer, rng, script.scene(), length)
         # Filler again, so that the row is full to its last token.
         tail = " ".join(islice(haystack_sentences(rng), 16))
         ids = encode(tokenizer, f"{prompt} {script.values[script.asked[-1]]}.\n\n{tail}")
@@ -170,8 +184,8 @@ def retrieval_rows(
     return rows
 
 
-def stack(probes: Sequence[Probe], *, corrupt: bool = False) -> ProbeBatch:
-    """Stacks prompt + answer, or corrupt_prompt + answer, of probes as left-padded rows."""
+def stack(probes: Sequence[Probe], *, corrupt: bool = False, right: bool = False) -> ProbeBatch:
+    """Stacks prompt + answer, or corrupt_prompt + answer, of probes as rows padded on the left, or on the right."""
     prompts = [probe.corrupt_prompt if corrupt else probe.prompt for probe in probes]
     rows = [prompt + probe.answer for prompt, probe in zip(prompts, probes, strict=True)]
     width = max(map(len, rows), default=0)
@@ -180,8 +194,9 @@ def stack(probes: Sequence[Probe], *, corrupt: bool = False) -> ProbeBatch:
     longest = max((len(probe.answer) for probe in probes), default=0)
     positions = torch.full((len(rows), longest), -1, dtype=torch.long)
     for index, (row, probe) in enumerate(zip(rows, probes, strict=True)):
-        input_ids[index, width - len(row) :] = torch.tensor(row)
-        mask[index, width - len(row) :] = 1
+        end = len(row) if right else width
+        input_ids[index, end - len(row) : end] = torch.tensor(row)
+        mask[index, end - len(row) : end] = 1
         size = len(probe.answer)
-        positions[index, :size] = torch.arange(width - size - 1, width - 1)
+        positions[index, :size] = torch.arange(end - size - 1, end - 1)
     return ProbeBatch(input_ids, mask, positions)

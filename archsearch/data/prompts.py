@@ -6,8 +6,9 @@ a prompt lies in niah.py and tasks.py.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 
@@ -29,6 +30,8 @@ KEYS: tuple[str, ...] = tuple(_KEYS.split())
 
 _DRAWS = 50
 _SENTENCE_TOKENS = 12
+_PASSAGE = re.compile(r".+?(?:[.!?][\"')\]]*\s+|\n+|$)", re.DOTALL)
+"""A passage of text after which a needle may stand, with the whitespace behind it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,41 @@ class Scene:
 
 
 @dataclass(frozen=True)
+class Filler:
+    """What hides the needles of a prompt."""
+
+    sentences: Callable[[Random], Iterator[str]] = haystack_sentences
+    """Sentences without end, none of which holds a needle's words."""
+    short: tuple[str, ...] = SHORT_SENTENCES
+    """Close the gap that whole sentences leave."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """The words of retrieval prompts: texts around {key} and {value}, and where both come from."""
+
+    keys: tuple[str, ...]
+    needle: str
+    question: str
+    """Ends with the word before the value."""
+    one_value: str
+    """The needle of one of several values; the value follows as ` VALUE.`"""
+    all_values: str
+    """The question about several values; the answers follow after a space."""
+    first_of_chain: str
+    next_in_chain: str
+    """Sets {key} to what {before} is."""
+    chain_question: str
+    num_values: Callable[[int], int]
+    """How many values there are of that many digits."""
+    values: Callable[[Random, int, int], list[str]]
+    """Draws so many values of that many digits, no two alike."""
+    distractor: Callable[[Random, str, Set[str]], str]
+    """Draws a value like another, none of the taken."""
+    filler: Filler = Filler()
+
+
+@dataclass(frozen=True)
 class Script:
     """The words of one prompt about keys but for its filler: each key's value, and the keys asked, the last one open."""
 
@@ -62,16 +100,20 @@ class Script:
     asked: tuple[str, ...]
     depth: float
     """Where the needle of the key asked last lies, as in Scene."""
+    style: Style = field(default_factory=lambda: NUMBERS)
 
     def scene(self) -> Scene:
         """The script's needles, and its questions with all answers but the last."""
         *answered, open_key = self.asked
-        parts = [f"{question(key)} {self.values[key]}." for key in answered]
+        style = self.style
+        ask = {key: style.question.format(key=key) for key in self.asked}
+        parts = [f"{ask[key]} {self.values[key]}." for key in answered]
+        needles = (style.needle.format(key=k, value=v) for k, v in self.values.items())
         return Scene(
-            groups=tuple((needle(key, value),) for key, value in self.values.items()),
+            groups=tuple((text,) for text in needles),
             asked=list(self.values).index(open_key),
             depth=self.depth,
-            questions="\n\n".join([*parts, question(open_key)]),
+            questions="\n\n".join([*parts, ask[open_key]]),
             answer=self.values[open_key],
             values=frozenset(self.values.values()),
         )
@@ -79,15 +121,12 @@ class Script:
 
 def needle(key: str, value: str) -> str:
     """The sentence that hides value under key."""
-    return f"The special magic number for {key} is {value}."
+    return NUMBERS.needle.format(key=key, value=value)
 
 
 def question(key: str) -> str:
     """The question about key, up to the word before its value; the answer follows as ` VALUE`."""
-    return (
-        f"Question: What is the special magic number for {key}?\n"
-        f"Answer: The special magic number for {key} is"
-    )
+    return NUMBERS.question.format(key=key)
 
 
 def vocabulary() -> list[str]:
@@ -97,20 +136,23 @@ def vocabulary() -> list[str]:
     return sorted(words - set("0123456789"))
 
 
-def draw_script(rng: Random, num_keys: int, digits: int, depth: float) -> Script:
+def draw_script(
+    rng: Random, num_keys: int, digits: int, depth: float, style: Style | None = None
+) -> Script:
     """Draws keys and values, no two alike, and asks for the first key.
 
     Raises ConfigError where there are not as many keys, or values with one left over as a distractor.
     """
-    check_count(num_keys, len(KEYS), digits)
-    keys = rng.sample(KEYS, num_keys)
-    values = draw_values(rng, num_keys, digits)
-    return Script(dict(zip(keys, values, strict=True)), (keys[0],), depth)
+    style = style or NUMBERS  # Which stands further down.
+    check_count(num_keys, len(style.keys), digits, style)
+    keys = rng.sample(style.keys, num_keys)
+    values = style.values(rng, num_keys, digits)
+    return Script(dict(zip(keys, values, strict=True)), (keys[0],), depth, style)
 
 
-def check_count(count: int, most: int, digits: int) -> None:
-    """Raises ConfigError where count is not between 1 and most, or leaves no number over as a distractor."""
-    most = min(most, 9 * 10 ** (digits - 1) - 1)
+def check_count(count: int, most: int, digits: int, style: Style) -> None:
+    """Raises ConfigError where count is not between 1 and most, or leaves no value over as a distractor."""
+    most = min(most, style.num_values(digits) - 1)
     if not 1 <= count <= most:
         raise ConfigError(f"probes.multi_keys: {count}; allowed: 1 to {most} at {digits} digits")
 
@@ -140,24 +182,79 @@ def draw_distractor(rng: Random, value: str, taken: Set[str]) -> str:
     return distractor
 
 
-def compose(tokenizer: PreTrainedTokenizerBase, rng: Random, scene: Scene, max_tokens: int) -> str:
+NUMBERS: Style = Style(
+    keys=KEYS,
+    needle="The special magic number for {key} is {value}.",
+    question="Question: What is the special magic number for {key}?\n"
+    "Answer: The special magic number for {key} is",
+    one_value="One of the special magic numbers for {key} is",
+    all_values="Question: What are all the special magic numbers for {key}?\nAnswer:",
+    first_of_chain="VAR {key} = {value}.",
+    next_in_chain="VAR {key} = VAR {before}.",
+    chain_question="Question: What is the value of VAR {key}?\nAnswer: The value of VAR {key} is",
+    num_values=lambda digits: 9 * 10 ** (digits - 1),
+    values=draw_values,
+    distractor=draw_distractor,
+)
+"""The words of training prompts and of the probes in probes.kinds."""
+
+
+def compose(
+    tokenizer: PreTrainedTokenizerBase,
+    rng: Random,
+    scene: Scene,
+    max_tokens: int,
+    source: Filler | None = None,
+) -> str:
     """Writes the prompt, without its answer; with it, it takes max_tokens tokens or a few less.
 
     Raises ConfigError where the hidden sentences and questions alone take more.
     """
-    bare = _bare_tokens(tokenizer, scene)
-    if bare > max_tokens:
-        raise ConfigError(
-            f"retrieval prompts: {max_tokens} tokens are too short for {sum(map(len, scene.groups))} "
-            f"needles and their questions with this tokenizer; allowed: {bare} or more"
-        )
-    filler = _draw_filler(tokenizer, rng, max_tokens - bare)
+    filler = _draw_filler(
+        tokenizer, rng, _room(tokenizer, scene, max_tokens), source or NUMBERS.filler
+    )
     while True:
         text = f"{' '.join(_hide(rng, filler, scene))}\n\n{scene.questions}"
         if not filler or len(encode(tokenizer, f"{text} {scene.answer}")) <= max_tokens:
             return text
         # Lengths do not quite add up: a tokenizer may merge across sentences, or split the first word.
         filler.remove(min(filler, key=len))
+
+
+def compose_in_text(
+    tokenizer: PreTrainedTokenizerBase,
+    rng: Random,
+    scene: Scene,
+    max_tokens: int,
+    ids: Sequence[int],
+) -> str:
+    """As compose, with the needles between the passages of a text, given by its tokens, of which it keeps the first.
+
+    Passages end with a sentence or a line. Raises ConfigError as compose does.
+    """
+    room = _room(tokenizer, scene, max_tokens)
+    needles = {text for group in scene.groups for text in group}
+    while True:
+        # The cut may go through a character of several tokens.
+        text = str(tokenizer.decode(list(ids[:room]), skip_special_tokens=True)).rstrip("\ufffd")
+        parts = _hide(rng, _PASSAGE.findall(text.strip() + "\n"), scene)
+        hidden = "".join(f"{part} " if part in needles else part for part in parts)
+        prompt = f"{hidden.rstrip()}\n\n{scene.questions}"
+        excess = len(encode(tokenizer, f"{prompt} {scene.answer}")) - max_tokens
+        if excess <= 0 or not room:
+            return prompt
+        room = max(0, room - excess)
+
+
+def _room(tokenizer: PreTrainedTokenizerBase, scene: Scene, max_tokens: int) -> int:
+    """Tokens that are left for what hides the needles."""
+    bare = _bare_tokens(tokenizer, scene)
+    if bare > max_tokens:
+        raise ConfigError(
+            f"retrieval prompts: {max_tokens} tokens are too short for {sum(map(len, scene.groups))} "
+            f"needles and their questions with this tokenizer; allowed: {bare} or more"
+        )
+    return max_tokens - bare
 
 
 def fewer_questions(tokenizer: PreTrainedTokenizerBase, script: Script, max_tokens: int) -> Script:
@@ -207,9 +304,11 @@ def _hide(rng: Random, filler: list[str], scene: Scene) -> list[str]:
     return hidden
 
 
-def _draw_filler(tokenizer: PreTrainedTokenizerBase, rng: Random, budget: int) -> list[str]:
+def _draw_filler(
+    tokenizer: PreTrainedTokenizerBase, rng: Random, budget: int, source: Filler
+) -> list[str]:
     """Filler sentences that take budget tokens together, or a few less."""
-    stream = haystack_sentences(rng)
+    stream = source.sentences(rng)
     chosen: list[str] = []
     full = False
     while not full:
@@ -220,7 +319,7 @@ def _draw_filler(tokenizer: PreTrainedTokenizerBase, rng: Random, budget: int) -
                 chosen.append(text)
                 budget -= size
     # The gap that whole sentences leave is closed with short ones.
-    short = _sizes(tokenizer, list(SHORT_SENTENCES))
+    short = _sizes(tokenizer, list(source.short))
     while fitting := [(text, size) for text, size in short if size <= budget]:
         text, size = rng.choice(fitting)
         chosen.insert(rng.randint(0, len(chosen)), text)

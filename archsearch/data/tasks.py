@@ -11,10 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import GeneralKind, ProbeKind, RetrievalKind
 from ..errors import ConfigError
+from ..metrics import UNSEEN, metric_name
 from .general import GENERAL
 from .niah import Misaligned, Pair, Probe, align
-from .prompts import compose, draw_distractor, start_tokens
+from .prompts import NUMBERS, Style, compose, start_tokens
 from .scenes import SCENES
+from .unseen import PASSWORDS
+
+__all__ = ["GENERAL_KINDS", "RETRIEVAL_KINDS", "UnknownWords", "make_probes", "metric_name"]
 
 RETRIEVAL_KINDS: tuple[RetrievalKind, ...] = get_args(RetrievalKind)
 GENERAL_KINDS: tuple[GeneralKind, ...] = get_args(GeneralKind)
@@ -27,11 +31,6 @@ class UnknownWords(ConfigError):
     """A kind of probes that the tokenizer cannot write."""
 
 
-def metric_name(kind: str) -> str:
-    """What metrics of a kind are called: `niah_KIND` for needles, else the kind itself."""
-    return f"niah_{kind}" if kind in RETRIEVAL_KINDS and kind != "tracking" else kind
-
-
 def make_probes(
     tokenizer: PreTrainedTokenizerBase,
     kind: ProbeKind,
@@ -42,27 +41,31 @@ def make_probes(
     digits: int,
     seed: int,
     start: int = 0,
+    unseen: bool = False,
 ) -> list[Probe]:
     """Draws probes start to start + count of a kind; probe i depends on neither.
 
     A retrieval prompt and its answer take context tokens, or a few less; the depths of the needles asked for
     are spread evenly over any run of probes. keys is what scenes.py makes of it, digits the length of a
-    value. General prompts have their own length: context, keys and digits are ignored. Raises ConfigError
-    where context is too short, or the tokenizer cannot tell answer and distractor apart in equally many
-    tokens.
+    value. General prompts have their own length: context, keys and digits are ignored. unseen draws retrieval
+    prompts of the family that is never trained on, whose kind is `unseen_KIND`. Raises ConfigError where context is
+    too short, or the tokenizer cannot tell answer and distractor apart in equally many tokens.
     """
     if kind not in SCENES and kind not in GENERAL:
         raise ValueError(f"kind {kind!r} is none of {', '.join((*SCENES, *GENERAL))}")
     num_keys = 1 if kind == "single" else keys
     name = f"{context}/{num_keys}/{digits}/{seed}" if kind in SCENES else str(seed)
-    first_depth = Random(f"depth/{kind}/{seed}").random()
+    style, label = (PASSWORDS, f"{UNSEEN}{kind}") if unseen else (NUMBERS, kind)
+    first_depth = Random(f"depth/{label}/{seed}").random()
     probes = []
     for index in range(start, start + count):
-        rng = Random(f"probe/{kind}/{name}/{index}")
+        rng = Random(f"probe/{label}/{name}/{index}")
         if kind in SCENES:
             depth = (first_depth + index * _GOLDEN) % 1.0
-            draw = partial(_retrieval_pair, tokenizer, rng, kind, context, num_keys, digits, depth)
-            probes.append(_first_aligned(tokenizer, draw, kind, context))
+            draw = partial(
+                _retrieval_pair, tokenizer, rng, kind, context, num_keys, digits, depth, style
+            )
+            probes.append(_first_aligned(tokenizer, draw, label, context))
         else:
             probes.append(_first_aligned(tokenizer, partial(GENERAL[kind], rng), kind, None))
     return probes
@@ -76,11 +79,12 @@ def _retrieval_pair(
     keys: int,
     digits: int,
     depth: float,
+    style: Style,
 ) -> Pair:
     """A haystack, and the same with the distractor in the needle asked for."""
-    scene = SCENES[kind](rng, keys, digits, depth)
-    distractor = draw_distractor(rng, scene.answer, scene.values)
-    clean = compose(tokenizer, rng, scene, context)
+    scene = SCENES[kind](rng, keys, digits, depth, style)
+    distractor = style.distractor(rng, scene.answer, scene.values)
+    clean = compose(tokenizer, rng, scene, context, style.filler)
     corrupt = clean.replace(scene.needle, scene.needle.replace(scene.answer, distractor))
     return Pair(clean, corrupt, f" {scene.answer}", f" {distractor}")
 

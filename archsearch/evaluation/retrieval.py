@@ -5,16 +5,19 @@ Legend: B probes of a batch, T tokens, A answer tokens, C hidden size, M answer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..data.niah import Probe, stack
-from ..data.tasks import GENERAL_KINDS, metric_name
+from ..data.tasks import GENERAL_KINDS
+from ..metrics import metric_name
 
 
 @dataclass
@@ -37,33 +40,66 @@ def retrieval(
     """`NAME_nll` and `NAME_match` for every kind among the probes, NAME as metric_name calls it.
 
     nll: mean nats an answer token, teacher-forced. match: share of probes at which every answer token is
-    the argmax, which is when greedy decoding gives the answer. With general probes among them also
-    `general_nll` and `general_match`, the means over their kinds. batch_tokens bounds the tokens of a
+    the argmax, which is when greedy decoding gives the answer. A kind with prompts of several contexts also has
+    `NAME_nll@CONTEXT` and `NAME_match@CONTEXT`, one with several groups `NAME_GROUP_nll` and so on. With general probes
+    among them also `general_nll` and `general_match`, the means over their kinds. batch_tokens bounds the tokens of a
     forward, padding included; a single longer probe still runs alone. The model runs in evaluation mode.
     """
     was_training = model.training
     model.train(False)
-    tallies: dict[str, Tally] = {}
+    places = _places(probes)
+    tallies: dict[Place, Tally] = {}
     with torch.inference_mode():
         for batch in batches(probes, batch_tokens):
             nll_BA, right_BA, real_BA = answer_scores(model, batch)
             for index, probe in enumerate(batch):
-                tally = tallies.setdefault(probe.kind, Tally())
-                tally.nll += float(nll_BA[index].sum(dtype=torch.float64))
-                tally.tokens += int(real_BA[index].sum())
-                tally.matches += int(right_BA[index].all())
-                tally.probes += 1
+                for place in places(probe):
+                    tally = tallies.setdefault(place, Tally())
+                    tally.nll += float(nll_BA[index].sum(dtype=torch.float64))
+                    tally.tokens += int(real_BA[index].sum())
+                    tally.matches += int(right_BA[index].all())
+                    tally.probes += 1
     model.train(was_training)
-    return _named({kind: tallies[kind].metrics() for kind in sorted(tallies)})
+    return _named({place: tallies[place].metrics() for place in sorted(tallies)})
 
 
-def _named(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Each kind's figures under its name, and the means over the general kinds."""
-    general = [found[kind] for kind in GENERAL_KINDS if kind in found]
-    rows = {metric_name(kind): figures for kind, figures in found.items()}
+class Place(NamedTuple):
+    """Whose figures they are: all probes of a kind, or those of one group, of one context, or of both."""
+
+    kind: str
+    group: str = ""
+    context: int = 0
+
+
+def _places(probes: Sequence[Probe]) -> Callable[[Probe], list[Place]]:
+    """Gives the places at which a probe counts: groups and contexts only where its kind has several."""
+    contexts, groups = defaultdict(set), defaultdict(set)
+    for probe in probes:
+        groups[probe.kind].add(probe.group)
+        # General prompts are as long as they happen to be.
+        contexts[probe.kind].add(0 if probe.kind in GENERAL_KINDS else probe.context)
+
+    def places(probe: Probe) -> list[Place]:
+        several = len(groups[probe.kind]) > 1
+        found = [Place(probe.kind), *([Place(probe.kind, probe.group)] if several else [])]
+        if len(contexts[probe.kind]) > 1:
+            found += [place._replace(context=probe.context) for place in found]
+        return found
+
+    return places
+
+
+def _named(found: Mapping[Place, Mapping[str, float]]) -> dict[str, float]:
+    """Each place's figures under its name, and the means over the general kinds."""
+    named: dict[str, float] = {}
+    for place, figures in found.items():
+        name = metric_name(place.kind) + (f"_{place.group}" if place.group else "")
+        where = f"@{place.context}" if place.context else ""
+        named |= {f"{name}_{key}{where}": value for key, value in figures.items()}
+    general = [found[Place(kind)] for kind in GENERAL_KINDS if Place(kind) in found]
     if general:
-        rows["general"] = {key: fmean(row[key] for row in general) for key in general[0]}
-    return {f"{name}_{key}": value for name, row in rows.items() for key, value in row.items()}
+        named |= {f"general_{key}": fmean(row[key] for row in general) for key in general[0]}
+    return named
 
 
 def batches(probes: Sequence[Probe], batch_tokens: int) -> Iterator[list[Probe]]:
@@ -91,15 +127,14 @@ def answer_scores(
     Past the end of a shorter answer the NLL is 0 and the argmax counts as right.
     """
     device = model.lm_head.weight.device
-    input_ids, mask, positions_BA = stack(batch)
+    # Padding on the right is never looked at, so that no mask of T x T is needed and long prompts stay cheap.
+    input_ids, _, positions_BA = stack(batch, right=True)
     real_BA = positions_BA >= 0
     columns_BA = positions_BA.clamp(min=0)
     targets_M = input_ids.gather(1, columns_BA + 1)[real_BA].to(device)
     # The last column predicts nothing that is asked.
     hidden_BTC = model.model(
-        input_ids=input_ids[:, :-1].to(device),
-        attention_mask=mask[:, :-1].to(device),
-        use_cache=False,
+        input_ids=input_ids[:, :-1].to(device), use_cache=False
     ).last_hidden_state
     rows_B1 = torch.arange(len(batch)).unsqueeze(1)
     hidden_MC = hidden_BTC[rows_B1, columns_BA][real_BA.to(device)]

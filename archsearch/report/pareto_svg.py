@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .records import METHOD_TITLES, METRIC_TITLES, Candidate, Objective, quantity
+from .records import METHOD_TITLES, Candidate, Objective, metric_title, quantity
 from .scales import Axis, make_axis
 
 WIDTH, HEIGHT = 1010, 480
@@ -125,7 +125,7 @@ def _grid(x: Objective, x_axis: Axis, y: Objective, y_axis: Axis) -> str:
 
 
 def _title(objective: Objective, axis: Axis, rising: str, falling: str) -> str:
-    name = METRIC_TITLES.get(objective.metric, objective.metric)
+    name = metric_title(objective.metric)
     scale = ", square-root scale" if axis.root else ""
     better = f"{falling} better" if objective.minimize else f"better {rising}"
     return escape(f"{name}{scale}   {better}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..headmap import HeadMap
+from ..metrics import is_share
 from .score_records import ScoreFiles
 
 Group = Literal["search", "seed", "random"]
@@ -82,6 +83,13 @@ METHOD_TITLES = {
     "search": "found by the search",
     "random-control": "random control",
 }
+
+
+def metric_title(metric: str) -> str:
+    """What a metric is in words; the name itself where the config gave it."""
+    name, _, context = metric.partition("@")
+    title = METRIC_TITLES.get(name, metric)
+    return f"{title} at {int(context):,} tokens" if context.isdigit() else title
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,7 @@ def quantity(metric: str, value: float) -> str:
     """A metric's value as a person reads it: bytes with a unit, shares in percent, others in 3 digits."""
     if metric == "cache_bytes":
         return bytes_text(value)
-    if metric == "fa_share" or metric.endswith("_match") or metric == "top1_agreement":
+    if is_share(metric):
         return f"{100 * value:.4g}%"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..metrics import is_loss, is_share
 from .records import bytes_text
 
 RAMP = ("#ece6d6", "#cbdcc4", "#8fc7bb", "#4a9fb2", "#2a6aa3", "#142f63")
@@ -38,7 +39,7 @@ def make_axis(metric: str, values: Iterable[float], start: float, stop: float) -
     Divergences and losses are never negative and crowd near zero, so their axis is a square root.
     """
     found = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    root = metric == "kl" or metric.endswith("_nll")
+    root = is_loss(metric)
     low = 0.0 if root or metric in ("cache_bytes", "fa_share") else min(found)
     high = max(found)
     if high <= low:
@@ -91,7 +92,7 @@ def _channels(text: str) -> tuple[int, ...]:
 def _tick_text(metric: str) -> Callable[[float], str]:
     if metric == "cache_bytes":
         return lambda value: "0" if value == 0 else bytes_text(value)
-    if metric == "fa_share" or metric.endswith("_match") or metric == "top1_agreement":
+    if is_share(metric):
         return lambda value: f"{100 * value:.4g}%"
     return lambda value: f"{value:.4g}"
 

@@ -6,22 +6,49 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config import GeneralKind, Metric, ProbeConfig
+from ..config import GeneralKind, ProbeConfig, RetrievalKind, RunConfig
+from ..metrics import COSTS, DIVERGENCES, FIGURES, HARNESS, UNSEEN, metric_name
 from .front import CONTROL
 
 TrialStatus = Literal["ok", "failed", "pruned"]
 
-WITHOUT_PROMPTS: tuple[Metric, ...] = ("kl", "top1_agreement", "fa_share", "cache_bytes")
+WITHOUT_PROMPTS = (*DIVERGENCES, *COSTS)
 """Metrics that a trial has whatever its prompts."""
 
 
-def measured_metrics(probes: ProbeConfig) -> list[Metric]:
-    """The metrics of a trial with these prompts, in the order of Metric."""
-    names = {name for kind in probes.kinds for name in (kind, f"niah_{kind}")}
-    if names & set(get_args(GeneralKind)):
-        names.add("general")
-    found = {*WITHOUT_PROMPTS, *(f"{name}_{what}" for name in names for what in ("nll", "match"))}
-    return [metric for metric in get_args(Metric) if metric in found]
+def measured_metrics(config: RunConfig) -> list[str]:
+    """The metrics that every trial of a run has; of tasks of lm-eval those that the search is steered by.
+
+    A trial may report more: each figure of a task, and groups of a file's prompts.
+    """
+    labels = [text.label for text in config.data.extra_heldout]
+    search = config.search
+    steering = [o.metric for o in search.objectives] + [c.metric for c in search.constraints]
+    return [
+        *DIVERGENCES,
+        *(f"{name}_{label}" for label in labels for name in DIVERGENCES),
+        *prompt_metrics(config.probes),
+        *dict.fromkeys(name for name in steering if _of_task(name, config.harness.tasks)),
+        *COSTS,
+    ]
+
+
+def prompt_metrics(probes: ProbeConfig) -> list[str]:
+    """The metrics of answers to these prompts; those of one context alone only where there are several."""
+    long = [kind for kind in get_args(RetrievalKind) if kind in probes.kinds]
+    general = [kind for kind in get_args(GeneralKind) if kind in probes.kinds]
+    unseen = [f"{UNSEEN}{kind}" for kind in get_args(RetrievalKind) if kind in probes.unseen]
+    lengths = [f"@{context}" for context in probes.contexts] if len(probes.contexts) > 1 else []
+    places = [(metric_name(kind), ["", *lengths]) for kind in (*long, *unseen)]
+    places += [(name, [""]) for name in (*general, *(["general"] if general else []))]
+    places += [(file.name, [""]) for file in probes.files]
+    return [
+        f"{name}_{what}{place}" for name, found in places for place in found for what in FIGURES
+    ]
+
+
+def _of_task(metric: str, tasks: tuple[str, ...]) -> bool:
+    return any(metric.startswith(f"{HARNESS}{task}_") for task in tasks)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Rung:
         self._config, self._run_dir, self._records = config, run_dir, records
         self._executor, self._space = executor, space
         self._rung, self._tokens = rung, config.search.proxy_tokens[rung]
-        self._metrics = tuple(measured_metrics(config.probes))
+        self._metrics = tuple(measured_metrics(config))
         self._jobs = {job.candidate: job for job in jobs}
         self._finished, self._say = finished, say
         self._todo: deque[Job] = deque()

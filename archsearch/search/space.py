@@ -17,16 +17,8 @@ from ..config import ConstraintConfig, CostConfig, ScoreMethod
 from ..cost import cache_bytes
 from ..errors import ConfigError
 from ..headmap import Head, HeadMap, ModelShape, Operator
+from ..metrics import is_loss, is_share
 from .seeds import ScoreTables, Table, ranks, top_heads
-
-BOUNDS: dict[str, tuple[float, float]] = {
-    "kl": (0, math.inf),
-    "top1_agreement": (0, 1),
-    "nll": (0, math.inf),
-    "match": (0, 1),
-    "fa_share": (0, 1),
-}
-"""The values that each metric can take, those of prompts by their last word; those of cache_bytes depend on the model."""
 
 SPACE_SCORES: tuple[ScoreMethod, ScoreMethod] = ("causal", "replacement_kl")
 """The scores between which a point's mix lies."""
@@ -274,7 +266,9 @@ def _range_of(metric: str, shape: ModelShape, cost: CostConfig) -> tuple[float, 
     """The values that a metric can take."""
     if metric == "cache_bytes":
         return _cache_range(shape, cost)
-    return BOUNDS[metric] if metric in BOUNDS else BOUNDS[metric.rpartition("_")[2]]
+    if is_share(metric):
+        return 0, 1
+    return (0, math.inf) if is_loss(metric) else (-math.inf, math.inf)
 
 
 def _cache_range(shape: ModelShape, cost: CostConfig) -> tuple[float, float]:

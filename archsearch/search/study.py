@@ -123,7 +123,7 @@ def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Stu
         return study
     changes = {
         key: pair
-        for key, pair in differences(stored, described).items()
+        for key, pair in differences(_as_read_now(stored), described).items()
         if not key.startswith((*RESUMABLE, "search.storage"))
     }
     if changes:
@@ -133,6 +133,16 @@ def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Stu
             "another search.storage; the old study stays as it is"
         )
     return study
+
+
+def _as_read_now(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored config with the defaults of fields that are new since; as it is where it is none of today's."""
+    try:
+        config = RunConfig.model_validate_json(json.dumps(stored))
+    except ValueError:
+        return stored
+    read: dict[str, Any] = json.loads(config.model_dump_json(by_alias=True))
+    return read
 
 
 def find_study(storage: BaseStorage, name: str, shape: ModelShape) -> RungStudy | None:

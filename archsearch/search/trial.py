@@ -24,16 +24,19 @@ from torch import Tensor
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import RunConfig
 from ..cost import cache_bytes
+from ..data.answers_file import read_answers
 from ..data.corpora import training_batches
 from ..data.niah import Probe, retrieval_rows
 from ..data.tasks import RETRIEVAL_KINDS, make_probes
 from ..errors import EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
+from ..evaluation.harness import open_harness
 from ..evaluation.retrieval import retrieval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
 from ..models.kernels import use_kernels
+from ..models.sources import resolve_path
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
 from ..rundir import replacing
@@ -42,6 +45,8 @@ from ..training.loop import NonFiniteLoss
 from .records import TrialResult, TrialSpec, trained_path
 
 TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
+STARTS_FILE = "train_starts.npy"
+"""Where documents begin in TRAIN_FILE, if its source has documents."""
 SUPERNET_FILE = "supernet.safetensors"
 
 PROBE_SEED = 7_000_003
@@ -51,6 +56,11 @@ EVALUATION_TOKENS = {"cpu": 4096, "cuda": 65_536}
 """Most tokens of one evaluation forward, by device."""
 
 NON_FINITE = "non-finite"
+
+
+def heldout_file(label: str) -> str:
+    """The file of an extra held-out text."""
+    return f"heldout-{label}.npy"
 
 
 class TrialWorker:
@@ -68,9 +78,11 @@ class TrialWorker:
         self.teacher = load_teacher(self.config.teacher)
         self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher)
         self._tokens = EVALUATION_TOKENS[self.teacher.device.type]
-        heldout = torch.from_numpy(_read_tokens(self.run_dir / HELDOUT_FILE).astype(np.int64))
-        self._reference = TeacherReference(self.teacher, heldout, batch_tokens=self._tokens)
+        self._reference = self._read_reference(HELDOUT_FILE)
+        labels = [text.label for text in self.config.data.extra_heldout]
+        self._extra = {label: self._read_reference(heldout_file(label)) for label in labels}
         self._probes = evaluation_probes(self.teacher, self.config)
+        self._harness = open_harness(self.config, self.teacher)
         self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
 
     def __call__(self, spec: TrialSpec) -> TrialResult:
@@ -116,7 +128,12 @@ class TrialWorker:
             student = cut(self.teacher, self.supernet, head_map, copy=distils)
             tokens = self._distil(student, spec) if distils else 0
             metrics = divergence(student, self._reference)
+            for label, reference in self._extra.items():
+                found = divergence(student, reference)
+                metrics |= {f"{name}_{label}": value for name, value in found.items()}
             metrics |= retrieval(student, self._probes, batch_tokens=self._tokens)
+            if self._harness is not None:
+                metrics |= self._harness.measure(student)
         finally:
             student = None  # type: ignore[assignment]
             self._free_memory()
@@ -177,6 +194,10 @@ class TrialWorker:
         )
         return text, rows
 
+    def _read_reference(self, name: str) -> TeacherReference:
+        tokens_NT = torch.from_numpy(_read_tokens(self.run_dir / name).astype(np.int64))
+        return TeacherReference(self.teacher, tokens_NT, batch_tokens=self._tokens)
+
     def _free_memory(self) -> None:
         gc.collect()
         if self.teacher.device.type == "cuda":
@@ -184,11 +205,12 @@ class TrialWorker:
 
 
 def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
-    """The prompts of every trial, disjoint from the scores': retrieval kinds at each context, general ones once."""
+    """The prompts of every trial, disjoint from the scores': retrieval kinds at each context, general ones and files once."""
     probes = config.probes
-    return [
+    kinds = [(kind, False) for kind in probes.kinds] + [(kind, True) for kind in probes.unseen]
+    drawn = [
         probe
-        for kind in probes.kinds
+        for kind, unseen in kinds
         # General prompts have a length of their own.
         for context in (probes.contexts if kind in RETRIEVAL_KINDS else probes.contexts[:1])
         for probe in make_probes(
@@ -199,8 +221,11 @@ def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
             keys=probes.multi_keys,
             digits=probes.digits,
             seed=config.seed + PROBE_SEED,
+            unseen=unseen,
         )
     ]
+    read = [read_answers(resolve_path(f.path), teacher.tokenizer, f.name) for f in probes.files]
+    return [*drawn, *(probe for found in read for probe in found)]
 
 
 def save_trained(

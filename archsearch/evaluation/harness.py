@@ -1,0 +1,186 @@
+"""Tasks of lm-eval (EleutherAI's evaluation harness) as metrics, through its Python API.
+
+lm-eval is optional (`pip install archsearch[eval]`) and imported only where a config names tasks. Data sets come from where a task file
+says: local files, the cache of the hub, or the hub itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from typing import Any
+
+from ..attention.modeling_hydrahead import HydraHeadForCausalLM
+from ..config import HarnessConfig, RunConfig
+from ..errors import ArchsearchError, ConfigError, EnvironmentFault
+from ..metrics import HARNESS
+from ..models.sources import resolve_path
+from ..models.teacher import Teacher
+
+FIELD = "harness.tasks"
+SEED = 0
+"""Of the order of solved examples: the same for every candidate."""
+
+
+class Harness:
+    """The tasks of a config, ready to measure models with the teacher's tokenizer.
+
+    Raises EnvironmentFault where lm-eval is not installed, ConfigError for a task that it does not know.
+    """
+
+    def __init__(self, config: HarnessConfig, teacher: Teacher) -> None:
+        self.config = config
+        self.tokenizer = teacher.tokenizer
+        self._manager = _task_manager(config)
+
+    def measure(self, model: HydraHeadForCausalLM) -> dict[str, float]:
+        """`lm_TASK_METRIC` for every figure of every task, `lm_TASK_METRIC_FILTER` where the task filters answers.
+
+        The model runs in evaluation mode. Raises EnvironmentFault where a task cannot be loaded or run.
+        """
+        config, was_training = self.config, model.training
+        with _quiet(), _running(config):
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
+
+            wrapped = HFLM(
+                pretrained=model,
+                tokenizer=self.tokenizer,
+                backend="causal",
+                batch_size=config.batch_size,
+                max_length=config.max_length,
+                trust_remote_code=config.trust_remote_code,
+            )
+            found = simple_evaluate(
+                model=wrapped,
+                tasks=list(config.tasks),
+                num_fewshot=config.num_fewshot,
+                limit=config.limit,
+                bootstrap_iters=0,
+                log_samples=False,
+                task_manager=self._manager,
+                confirm_run_unsafe_code=config.trust_remote_code,
+                random_seed=SEED,
+                numpy_random_seed=SEED,
+                torch_random_seed=SEED,
+                fewshot_random_seed=SEED,
+            )
+        model.train(was_training)
+        return _named(found["results"])
+
+
+def open_harness(config: RunConfig, teacher: Teacher) -> Harness | None:
+    """The harness of a config that names tasks."""
+    return Harness(config.harness, teacher) if config.harness.tasks else None
+
+
+def check_harness_package(config: HarnessConfig) -> None:
+    """Raises EnvironmentFault where tasks are asked for and lm-eval is not installed."""
+    if config.tasks and find_spec("lm_eval") is None:
+        raise EnvironmentFault(f"{FIELD}: needs the Python package lm-eval (pip install lm-eval)")
+
+
+def check_tasks(config: HarnessConfig, wanted: Mapping[str, str]) -> None:
+    """Loads the tasks with their data sets, and checks that they have the metrics wanted, by the field that wants them.
+
+    Raises ConfigError for a task or metric that there is not, EnvironmentFault for a task that cannot be loaded.
+    """
+    if not config.tasks:
+        return
+    manager = _task_manager(config)
+    with _quiet(), _running(config):
+        loaded = manager.load(list(config.tasks))
+    # A group's figures are sums over its tasks, which its file names anew.
+    known = {name for task, found in loaded["tasks"].items() for name in _figures(task, found)}
+    for field, metric in wanted.items():
+        if metric.startswith(HARNESS) and metric not in known and not loaded["groups"]:
+            raise ConfigError(
+                f"{field}: {metric} is no figure of the tasks; allowed: {', '.join(sorted(known))}"
+            )
+
+
+def _figures(task: str, found: Any) -> Iterator[str]:
+    filters = [one.name for one in getattr(found, "_filters", ())] or ["none"]
+    for metric in found.aggregation():
+        for name in filters:
+            yield _metric(task, f"{metric},{name}")
+
+
+def _metric(task: str, key: str) -> str:
+    """The metric of a figure that lm-eval calls `METRIC,FILTER`."""
+    metric, _, filtered = key.partition(",")
+    suffix = "" if filtered in ("", "none") else f"_{filtered}"
+    return f"{HARNESS}{task}_{metric}{suffix}"
+
+
+def _named(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    return {
+        _metric(task, key): float(value)
+        for task, figures in results.items()
+        for key, value in figures.items()
+        if "," in key
+        and "_stderr" not in key
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }
+
+
+def _task_manager(config: HarnessConfig) -> Any:
+    """lm-eval's index of tasks, its own and those of include_path, in which all of the config's are."""
+    check_harness_package(config)
+    include = None
+    if config.include_path is not None:
+        include = resolve_path(config.include_path)
+        if not include.is_dir():
+            raise ConfigError(f"harness.include_path: {include}: a file; it needs a folder")
+    with _quiet():
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=None if include is None else str(include))
+    known = list(manager.all_tasks)
+    for task in config.tasks:
+        if task not in known:
+            near = difflib.get_close_matches(task, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
+            raise ConfigError(f"{FIELD}: lm-eval has no task {task!r}; {hint}")
+    return manager
+
+
+@contextmanager
+def _running(config: HarnessConfig) -> Iterator[None]:
+    """Names the field where a task fails to load or run: lm-eval and datasets raise many kinds."""
+    _allow_remote_code(config.trust_remote_code)
+    try:
+        yield
+    except (ArchsearchError, MemoryError, RuntimeError):
+        raise  # Too little memory is a RuntimeError of torch, which the caller knows how to name.
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise EnvironmentFault(
+            f"{FIELD}: {', '.join(config.tasks)}: {type(error).__name__}: {said}"
+        ) from error
+
+
+def _allow_remote_code(allowed: bool) -> None:
+    """Versions of datasets before 4 run scripts of data sets where this is set, and ask where it is not."""
+    from datasets import config as settings
+
+    if hasattr(settings, "HF_DATASETS_TRUST_REMOTE_CODE"):
+        settings.HF_DATASETS_TRUST_REMOTE_CODE = allowed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without lm-eval's progress bars and log: a trial is one line."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,150 @@
+"""The text of a run: drawn or read, checked for passages that training and held-out text share, and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import RunConfig, TextConfig
+from .console import StageProgress
+from .data.corpora import Packed, load_text
+from .data.niah import retrieval_rows
+from .data.overlap import WINDOW, shared_rows
+from .errors import ConfigError
+from .models.teacher import Teacher
+from .plan import TrainingRows, text_origin, training_rows
+from .rundir import RunDir
+from .search.trial import (
+    HELDOUT_FILE,
+    RETRIEVAL_FILE,
+    STARTS_FILE,
+    TRAIN_FILE,
+    heldout_file,
+)
+
+_NAMED_ROWS = 5
+"""Rows that a message names before it counts the rest."""
+
+
+def write_texts(
+    config: RunConfig,
+    run_dir: RunDir,
+    teacher: Teacher,
+    seed: Callable[[str], int],
+    progress: StageProgress,
+) -> str:
+    """Writes heldout.npy, one more for each extra text and, where the run trains anything, train.npy and retrieval.npy.
+
+    Where the source of the training text has documents, train_starts.npy says where they begin. seed gives one for
+    each purpose. Returns the stage's closing line. Raises ConfigError where training and held-out text share a passage
+    that may not be left out, and as load_text does.
+    """
+    heldout = write_heldout(config, run_dir, teacher, seed, progress)
+    num_heldout = sum(rows.size for rows in heldout.values())
+    rows = training_rows(config)
+    if not rows.text:
+        return f"{num_heldout:,} held-out tokens"
+    text, left_out = _training_text(config, teacher, rows, heldout, seed, progress)
+    _write_array(run_dir, TRAIN_FILE, text.rows)
+    if text.starts is not None:
+        _write_array(run_dir, STARTS_FILE, text.starts)
+    if rows.prompts:
+        prompts = retrieval_rows(
+            teacher.tokenizer,
+            rows.prompts,
+            config.data.sequence_length,
+            keys=config.probes.multi_keys,
+            digits=config.probes.digits,
+            seed=seed("retrieval"),
+            text_NT=text.rows,
+            text_share=config.data.niah_text_share,
+            progress=progress,
+        )
+        _write_array(run_dir, RETRIEVAL_FILE, prompts)
+    less = f" ({left_out} sequences left out that share text with them)" if left_out else ""
+    return f"{num_heldout:,} held-out and {text.rows.size:,} training tokens{less}, {rows.prompts:,} prompts"
+
+
+def write_heldout(
+    config: RunConfig,
+    run_dir: RunDir,
+    teacher: Teacher,
+    seed: Callable[[str], int],
+    progress: StageProgress,
+) -> dict[str, NDArray[Any]]:
+    """The held-out tokens by the config's field; those that have no file yet are made and written first."""
+    data = config.data
+    parts: dict[str, tuple[TextConfig, int, str, str]] = {
+        "data.heldout": (data.heldout, data.heldout_sequences, HELDOUT_FILE, "heldout")
+    }
+    for index, extra in enumerate(data.extra_heldout):
+        count, purpose = extra.sequences or data.heldout_sequences, f"heldout/{extra.label}"
+        parts[f"data.extra_heldout[{index}]"] = (extra, count, heldout_file(extra.label), purpose)
+    found: dict[str, NDArray[Any]] = {}
+    for field, (text, count, file, purpose) in parts.items():
+        if not (run_dir / file).exists():
+            packed = load_text(
+                text,
+                teacher.tokenizer,
+                teacher,
+                sequences=count,
+                length=data.sequence_length,
+                seed=seed(purpose),
+                progress=progress,
+            )
+            _write_array(run_dir, file, packed.rows)
+        found[field] = np.load(run_dir / file)
+    return found
+
+
+def _training_text(
+    config: RunConfig,
+    teacher: Teacher,
+    rows: TrainingRows,
+    heldout: dict[str, NDArray[Any]],
+    seed: Callable[[str], int],
+    progress: StageProgress,
+) -> tuple[Packed, int]:
+    """Training text without rows that share a passage with held-out text, and how many were left out."""
+    data = config.data
+    text = load_text(
+        data.train,
+        teacher.tokenizer,
+        teacher,
+        sequences=rows.text,
+        length=data.sequence_length,
+        seed=seed("train"),
+        skip=rows.skip,
+        progress=progress,
+    )
+    shared: set[int] = set()
+    for field, heldout_MT in heldout.items():
+        pairs = shared_rows(text.rows, heldout_MT)
+        shared |= {row for row, _ in pairs}
+        if pairs and data.train.source != "teacher" and data.overlap == "refuse":
+            raise ConfigError(_overlap_message(config, field, pairs, rows.skip))
+    if len(shared) == len(text.rows):
+        raise ConfigError(
+            f"data.train: every sequence shares a passage of {WINDOW} tokens with held-out text; allowed: other text"
+        )
+    kept = np.setdiff1d(np.arange(len(text.rows)), sorted(shared))
+    starts = None if text.starts is None else text.starts[kept]
+    return (Packed(text.rows[kept], starts) if shared else text), len(shared)
+
+
+def _overlap_message(config: RunConfig, field: str, pairs: list[tuple[int, int]], skip: int) -> str:
+    length = min(WINDOW, config.data.sequence_length)
+    named = ", ".join(f"{row + skip} (with {other})" for row, other in pairs[:_NAMED_ROWS])
+    rest = f" and {len(pairs) - _NAMED_ROWS} more" if len(pairs) > _NAMED_ROWS else ""
+    return (
+        f"data.train: sequences of {text_origin(config.data.train)} share a passage of {length} tokens with those of "
+        f"{field}, counted from 0: {named}{rest}; allowed: other text, or data.overlap: drop, which leaves them out"
+    )
+
+
+def _write_array(run_dir: RunDir, name: str, array: NDArray[Any]) -> None:
+    with run_dir.replacing(name) as path, path.open("wb") as file:
+        np.save(file, array)
