@@ -15,13 +15,30 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 GDN_DEFAULTS = {"rope": True, "norm": True, "gate": True, "bias": True, "conv": False}
 
+FA_DEFAULTS: dict[str, Any] = {
+    "rope_share": 1.0,
+    "log_scale": False,
+    "log_scale_form": "shifted",
+    "log_scale_tokens": None,
+    "log_scale_training": True,
+    "norm": False,
+    "gate": False,
+}
+"""With these, full-attention heads are the teacher's."""
+
+LOG_SCALE_FORMS = ("shifted", "clipped")
+"""See positions.LOG_SCALES."""
+
 
 class HydraHeadConfig(PretrainedConfig):
     """Geometry, head map and operator switches.
 
     head_map[l][h] is the letter of query head h of layer l; empty means full attention everywhere. window[l] and
     slots[l] size the NHA heads of layer l and are None where it has none. gdn holds the switches of the Gated
-    DeltaNet heads (GDN_DEFAULTS); nha and fa are reserved and must be empty.
+    DeltaNet heads (GDN_DEFAULTS); nha is reserved and must be empty. fa holds those of the full-attention heads
+    (FA_DEFAULTS): rope_share 1 is RoPE, 0 none, between see Rotary.tables; log_scale multiplies queries by a factor of
+    their position, with log_scale_tokens about the length trained at (max_position_embeddings where None), in training
+    too if log_scale_training; norm is an RMSNorm of each head's output, times gamma; gate its output gate.
 
     Raises ValueError where a value is impossible; the message names the field.
     """
@@ -49,7 +66,7 @@ class HydraHeadConfig(PretrainedConfig):
     slots: list[int | None] = field(default_factory=list)
     gdn: dict[str, bool] = field(default_factory=dict)
     nha: dict[str, bool] = field(default_factory=dict)
-    fa: dict[str, bool] = field(default_factory=dict)
+    fa: dict[str, Any] = field(default_factory=dict)
     base_model_type: str | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -63,6 +80,7 @@ class HydraHeadConfig(PretrainedConfig):
         self.window = list(self.window or [None] * layers)
         self.slots = list(self.slots or [None] * layers)
         self.gdn = {**GDN_DEFAULTS, **self.gdn}
+        self.fa = {**FA_DEFAULTS, **self.fa}
         self._check()
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -80,13 +98,25 @@ class HydraHeadConfig(PretrainedConfig):
             raise ValueError(
                 f"rope_parameters: {self.rope_parameters}; allowed rope_type: {ROPE_TYPES}"
             )
-        unknown = set(self.gdn) - set(GDN_DEFAULTS)
-        if unknown or self.nha or self.fa:
+        unknown = set(self.gdn) - set(GDN_DEFAULTS), set(self.fa) - set(FA_DEFAULTS)
+        if any(unknown) or self.nha:
             raise ValueError(
-                f"unknown switches: gdn {sorted(unknown)}, nha {self.nha}, fa {self.fa}; "
-                f"allowed: gdn {sorted(GDN_DEFAULTS)}"
+                f"unknown switches: gdn {sorted(unknown[0])}, nha {self.nha}, fa {sorted(unknown[1])}; "
+                f"allowed: gdn {sorted(GDN_DEFAULTS)}, fa {sorted(FA_DEFAULTS)}"
             )
+        self._check_fa()
         self._check_head_map()
+
+    def _check_fa(self) -> None:
+        share, tokens = self.fa["rope_share"], self.fa["log_scale_tokens"]
+        if not 0 <= share <= 1:
+            raise ValueError(f"fa.rope_share {share}; allowed: 0 to 1")
+        if self.fa["log_scale_form"] not in LOG_SCALE_FORMS:
+            raise ValueError(
+                f"fa.log_scale_form {self.fa['log_scale_form']!r}; allowed: {', '.join(LOG_SCALE_FORMS)}"
+            )
+        if tokens is not None and tokens < 2:
+            raise ValueError(f"fa.log_scale_tokens {tokens}; allowed: 2 or more, or null")
 
     def _check_head_map(self) -> None:
         for name in ("head_map", "window", "slots"):

@@ -140,8 +140,9 @@ def norm_and_rotate(
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
     embeddings: PositionEmbeddings | None,
+    factor_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q and k after their norms (both or neither) and RoPE, where there are tables.
+    """q and k after their norms (both or neither) and RoPE, where there are tables; q times its token's factor.
 
     Raises BackendRefusal where a backend is forced that can't serve.
     """
@@ -153,9 +154,9 @@ def norm_and_rotate(
         else:
             # accelerate, which offloads weights, has them here only while their module runs.
             q_BTnD, k_BTmD = q_norm(q_BTnD), k_norm(k_BTmD)
-    if q_weight_D is None and embeddings is None:
+    if q_weight_D is None and embeddings is None and factor_BT is None:
         return q_BTnD, k_BTmD
-    call = PrologueCall(q_BTnD, k_BTmD, q_weight_D, k_weight_D, eps, embeddings)
+    call = PrologueCall(q_BTnD, k_BTmD, q_weight_D, k_weight_D, eps, embeddings, factor_BT)
     result: tuple[Tensor, Tensor] = OPERATORS["prologue"].choose(call.situation()).run(call)
     return result
 

@@ -1,5 +1,9 @@
 """Full-attention heads: causal softmax attention of a subset of a layer's query heads.
 
+Order of work: project -> q/k norm of the teacher (where it has one) -> RoPE, or the share of it that is left -> queries
+times a factor of their position (optional) -> attention -> RMSNorm per head without weight, times gamma (optional) ->
+times 2 sigmoid(W_g x) (optional), against attention sinks; it starts at 1, so that the heads start as the teacher's.
+
 Shapes: B batch, T new tokens, S cached plus new tokens, C hidden size, n query heads here, m KV heads here, D head_dim.
 """
 
@@ -13,8 +17,9 @@ from torch import Tensor, nn
 
 from .cache import KeyValueStore
 from .configuration_hydrahead import HydraHeadConfig
-from .dispatch import attend, norm_and_rotate
-from .fusion import HeadIndex, RMSNorm, head_rows
+from .dispatch import attend, fuse_and_scatter, norm_and_rotate
+from .fusion import HeadIndex, LinearHeads, RMSNorm, head_rows
+from .positions import FullPositions
 from .rotary import PositionEmbeddings
 
 
@@ -79,7 +84,7 @@ class KeysValues:
 class FullHeads(nn.Module):
     """The query heads `heads` of a layer as softmax attention, with only the KV heads that they read.
 
-    Rows of q_proj follow `heads` (ascending), rows of k_proj and v_proj follow `kv_heads` (ascending).
+    Rows of q_proj, gate_proj and gamma follow `heads` (ascending), rows of k_proj and v_proj follow `kv_heads` (ascending).
     """
 
     def __init__(self, config: HydraHeadConfig, heads: Sequence[int]) -> None:
@@ -98,14 +103,33 @@ class FullHeads(nn.Module):
         self.v_proj = nn.Linear(size, len(self.kv_heads) * self.head_dim, bias=bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self._order = HeadIndex(range(len(self.heads)))
+        width, options = len(self.heads) * self.head_dim, config.fa
+        self.gate_proj = nn.Linear(size, width, bias=False) if options["gate"] else None
+        self.gamma: Tensor | None = None
+        if options["norm"]:
+            self.gamma = nn.Parameter(torch.empty(len(self.heads), self.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets what the teacher has not: the gate starts as the identity, gamma at 1."""
+        if self.gate_proj is not None:
+            nn.init.zeros_(self.gate_proj.weight)
+        if self.gamma is not None:
+            nn.init.ones_(self.gamma)
 
     def select(self, indices: Sequence[int]) -> FullHeads:
         """A new module of the heads at places `indices` (ascending) of self.heads, with copies of their parameters."""
         with torch.device("meta"):
             chosen = FullHeads(self.config, [self.heads[place] for place in indices])
         kv_places = [self.kv_heads.index(head) for head in chosen.kv_heads]
-        places = {"q_proj": list(indices), "k_proj": kv_places, "v_proj": kv_places}
-        chosen.load_state_dict(head_rows(self.state_dict(), places, self.head_dim), assign=True)
+        places = {"q_proj": list(indices), "gate_proj": list(indices)}
+        places |= {"k_proj": kv_places, "v_proj": kv_places}
+        parameters = self.state_dict()
+        gamma = {name: parameters.pop(name) for name in ("gamma",) if name in parameters}
+        rows = head_rows(parameters, places, self.head_dim)
+        rows |= head_rows(gamma, {"gamma": list(indices)}, 1)
+        chosen.load_state_dict(rows, assign=True)
         return chosen.train(self.training)
 
     def keys_values(self, x_BTC: Tensor) -> KeysValues:
@@ -122,20 +146,25 @@ class FullHeads(nn.Module):
         mask: Mask | None = None,
         store: KeyValueStore | None = None,
         keys_values: KeysValues | None = None,
+        *,
+        positions: FullPositions | None = None,
     ) -> Tensor:
-        """Head outputs [B, T, n, D]; appends the new keys (rotated) and values to store.
+        """Head outputs [B, T, n, D]; appends the new keys (rotated where there is RoPE) and values to store.
 
-        keys_values: what the method of that name gave for x, where the caller has it already.
+        keys_values: what the method of that name gave for x, where the caller has it already. positions: what goes
+        before position_embeddings, where the heads do not see positions as the teacher's do.
         """
         kv = self.keys_values(x_BTC) if keys_values is None else keys_values
         q_BTnD = self.q_proj(x_BTC).view(*x_BTC.shape[:2], -1, self.head_dim)
+        rope, factor_BT = positions or FullPositions(position_embeddings, None)
         q_BTnD, k_BTmD = norm_and_rotate(
-            q_BTnD, kv.k_BTmD, self.q_norm, self.k_norm, position_embeddings
+            q_BTnD, kv.k_BTmD, self.q_norm, self.k_norm, rope, factor_BT
         )
         q_BnTD, k_BmSD, v_BmSD = (x.transpose(1, 2) for x in (q_BTnD, k_BTmD, kv.v_BTmD))
         if store is not None:
             k_BmSD, v_BmSD = store.append(k_BmSD, v_BmSD)
-        return self._attend(q_BnTD, k_BmSD, v_BmSD, mask or Mask()).transpose(1, 2)
+        o_BTnD = self._attend(q_BnTD, k_BmSD, v_BmSD, mask or Mask()).transpose(1, 2)
+        return self._fuse(o_BTnD, x_BTC)
 
     def _attend(self, q_BnTD: Tensor, k_BmSD: Tensor, v_BmSD: Tensor, mask: Mask) -> Tensor:
         if not self._even:
@@ -143,3 +172,14 @@ class FullHeads(nn.Module):
             index = self._readers.on(k_BmSD.device)
             k_BmSD, v_BmSD = k_BmSD.index_select(1, index), v_BmSD.index_select(1, index)
         return attend(q_BnTD, k_BmSD, v_BmSD, mask.pairs_B1TS)
+
+    def _fuse(self, o_BTnD: Tensor, x_BTC: Tensor) -> Tensor:
+        """Norm, gamma and gate, where the heads have them."""
+        if self.gamma is None and self.gate_proj is None:
+            return o_BTnD
+        gate_BTnD = None if self.gate_proj is None else self.gate_proj(x_BTC).view(o_BTnD.shape)
+        if self.gamma is None:
+            heads = LinearHeads(o_BTnD, o_BTnD.new_ones(o_BTnD.shape[2:]), None, gate_BTnD, None)
+        else:
+            heads = LinearHeads(o_BTnD, self.gamma, None, gate_BTnD, self.config.rms_norm_eps)
+        return fuse_and_scatter(None, heads, self._order)

@@ -28,6 +28,7 @@ from .fusion_backends import FusionCall as _FusionCall  # noqa: F401 - see below
 from .gdn import GatedDeltaHeads
 from .gdn_backends import GatedDeltaCall as _GatedDeltaCall  # noqa: F401 - see below
 from .nha import Lent, NativeHybridHeads
+from .positions import FullPositions, full_positions, set_rope_share
 from .prologue_backends import PrologueCall as _PrologueCall  # noqa: F401 - see below
 from .requirements import leaves_steps as _leaves_steps  # noqa: F401 - see below
 from .rotary import PositionEmbeddings, Rotary
@@ -41,6 +42,7 @@ __all__ = [
     "HydraHeadForCausalLM",
     "HydraHeadModel",
     "set_backend",
+    "set_rope_share",
 ]
 
 CACHE_FIELD = (
@@ -70,14 +72,20 @@ class HybridAttention(nn.Module):
         position_embeddings: PositionEmbeddings,
         mask: Mask | None = None,
         cache: LayerCache | None = None,
+        positions: FullPositions | None = None,
     ) -> Tensor:
-        """Every head's output after fusion and before o_proj: [B, T, H, D], in the original order of heads."""
+        """Every head's output after fusion and before o_proj: [B, T, H, D], in the original order of heads.
+
+        positions: what full-attention heads see instead of position_embeddings, where it is not the same.
+        """
         mask = mask or Mask()
         branches, lent = [], None
         if self.full is not None:
             keys_values = self.full.keys_values(x_BTC)
             store = None if cache is None else cache.full
-            branches.append(self.full(x_BTC, position_embeddings, mask, store, keys_values))
+            branches.append(
+                self.full(x_BTC, position_embeddings, mask, store, keys_values, positions=positions)
+            )
             lent = self._lend(keys_values, cache)
         if self.gdn is not None:
             state = None if cache is None else cache.gdn
@@ -94,13 +102,21 @@ class HybridAttention(nn.Module):
 
     def _lend(self, keys_values: KeysValues, cache: LayerCache | None) -> Lent | None:
         """What the FA heads' KV heads give to NHA heads that read the same ones."""
-        if self._shared is None:
+        if self._shared is None or self.full is None:
             return None
         k_BTsD, v_BTsD = (x.index_select(2, self._shared.on(x.device)) for x in keys_values)
         if cache is None or not cache.nha.held:
             return Lent(k_BTsD, v_BTsD)
-        held = cache.full.before(k_BTsD.shape[1], cache.nha.held)
-        return Lent(k_BTsD, v_BTsD, *(x.index_select(1, self._shared.on(x.device)) for x in held))
+        share = self.full.config.fa["rope_share"]
+        if 0 < share < 1:
+            raise ValueError(
+                f"fa.rope_share {share}: NHA heads that read the keys of FA heads decode at 0 and at 1 only"
+            )
+        held_k, held_v = (
+            x.index_select(1, self._shared.on(x.device))
+            for x in cache.full.before(k_BTsD.shape[1], cache.nha.held)
+        )
+        return Lent(k_BTsD, v_BTsD, held_k, held_v, rotated=share == 1)
 
     def forward(
         self,
@@ -108,11 +124,11 @@ class HybridAttention(nn.Module):
         position_embeddings: PositionEmbeddings,
         mask: Mask | None = None,
         cache: LayerCache | None = None,
+        positions: FullPositions | None = None,
     ) -> Tensor:
         """The attention block's output [B, T, C]."""
-        output: Tensor = self.o_proj(
-            self.heads(x_BTC, position_embeddings, mask, cache).flatten(-2)
-        )
+        heads_BTHD = self.heads(x_BTC, position_embeddings, mask, cache, positions)
+        output: Tensor = self.o_proj(heads_BTHD.flatten(-2))
         return output
 
 
@@ -147,10 +163,11 @@ class HydraHeadLayer(nn.Module):
         position_embeddings: PositionEmbeddings,
         mask: Mask | None = None,
         cache: LayerCache | None = None,
+        positions: FullPositions | None = None,
     ) -> Tensor:
         """[B, T, C] to [B, T, C]."""
         x_BTC = self.input_layernorm(hidden_BTC)
-        hidden_BTC = hidden_BTC + self.self_attn(x_BTC, position_embeddings, mask, cache)
+        hidden_BTC = hidden_BTC + self.self_attn(x_BTC, position_embeddings, mask, cache, positions)
         output: Tensor = hidden_BTC + self.mlp(self.post_attention_layernorm(hidden_BTC))
         return output
 
@@ -172,7 +189,7 @@ class HydraHeadPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, GatedDeltaHeads):
+        elif isinstance(module, FullHeads | GatedDeltaHeads):
             module.reset_parameters()
 
 
@@ -219,12 +236,11 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         past, tokens = 0 if cache is None else cache.get_seq_length(), hidden_BTC.shape[1]
         mask = build_mask(attention_mask, tokens, past, hidden_BTC.device)
-        embeddings = self._positions(position_ids, attention_mask, past, hidden_BTC)
+        embeddings, positions = self._positions(position_ids, attention_mask, past, hidden_BTC)
         states = [hidden_BTC]
         for index, layer in enumerate(self.layers):
-            hidden_BTC = layer(
-                hidden_BTC, embeddings, mask, None if cache is None else cache.layers[index]
-            )
+            own = None if cache is None else cache.layers[index]
+            hidden_BTC = layer(hidden_BTC, embeddings, mask, own, positions)
             if output_hidden_states:
                 states.append(hidden_BTC)
         if cache is not None:
@@ -246,9 +262,9 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
     ) -> Tensor:
         """Layers start up to, not including, stop; no cache, no final norm."""
         mask = build_mask(attention_mask, hidden_BTC.shape[1], 0, hidden_BTC.device)
-        embeddings = self._positions(position_ids, attention_mask, 0, hidden_BTC)
+        embeddings, positions = self._positions(position_ids, attention_mask, 0, hidden_BTC)
         for layer in self.layers[start:stop]:
-            hidden_BTC = layer(hidden_BTC, embeddings, mask)
+            hidden_BTC = layer(hidden_BTC, embeddings, mask, None, positions)
         return hidden_BTC
 
     def _cache(self, cache: HydraHeadCache | None, use_cache: bool | None) -> HydraHeadCache | None:
@@ -269,14 +285,17 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         attention_mask: Tensor | None,
         past: int,
         hidden_BTC: Tensor,
-    ) -> PositionEmbeddings:
+    ) -> tuple[PositionEmbeddings, FullPositions | None]:
+        """RoPE tables, and what full-attention heads see instead where it is not the same."""
         tokens, device = hidden_BTC.shape[1], hidden_BTC.device
         if position_ids is None and attention_mask is not None:
             counted = attention_mask.to(device).long().cumsum(-1) - 1
             position_ids = counted.clamp_min(0)[:, past:]
         elif position_ids is None:
             position_ids = torch.arange(past, past + tokens, device=device)[None]
-        return self.rotary.tables(position_ids, hidden_BTC.dtype)
+        dtype = hidden_BTC.dtype
+        full = full_positions(self.rotary, position_ids, dtype, training=self.training)
+        return self.rotary.tables(position_ids, dtype), full
 
 
 class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):

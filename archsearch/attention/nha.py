@@ -30,12 +30,16 @@ GATE_DIVISOR = 8.0
 
 
 class Lent(NamedTuple):
-    """Keys and values of shared KV heads: the new ones, not rotated, and the window's, rotated as the cache has them."""
+    """Keys and values of shared KV heads: the new ones, not rotated, and the window's as the cache has them.
+
+    rotated: whether those have RoPE.
+    """
 
     k_BTsD: Tensor
     v_BTsD: Tensor
     held_k_BsPD: Tensor | None = None
     held_v_BsPD: Tensor | None = None
+    rotated: bool = True
 
 
 class NativeHybridHeads(nn.Module):
@@ -163,7 +167,8 @@ class NativeHybridHeads(nn.Module):
         k_parts = [] if state.k_BoPD is None else [state.k_BoPD]
         v_parts = [] if state.v_BoPD is None else [state.v_BoPD]
         if lent is not None and lent.held_k_BsPD is not None and lent.held_v_BsPD is not None:
-            k_parts.append(self._unrotated(lent.held_k_BsPD, embeddings))
+            held = lent.held_k_BsPD
+            k_parts.append(self._unrotated(held, embeddings) if lent.rotated else held)
             v_parts.append(lent.held_v_BsPD)
         k_BmPD, v_BmPD = (self._ordered(torch.cat(parts, 1)) for parts in (k_parts, v_parts))
         return WindowTokens(k_BmPD, v_BmPD, state.g_BmPM, state.valid_BP)

@@ -21,7 +21,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class PrologueCall(NamedTuple):
-    """Raw q and k, both weights of their RMSNorm or neither, and RoPE tables where there is a rotation."""
+    """Raw q and k, both weights of their RMSNorm or neither, RoPE tables where there is a rotation, a factor on q."""
 
     q_BTnD: Tensor
     k_BTmD: Tensor
@@ -29,6 +29,7 @@ class PrologueCall(NamedTuple):
     k_weight_D: Tensor | None
     norm_eps: float
     embeddings: PositionEmbeddings | None
+    factor_BT: Tensor | None = None
 
     def situation(self) -> Situation:
         """What the choice depends on."""
@@ -47,18 +48,19 @@ def run_triton(call: PrologueCall) -> Result:
     result: Result = _kernels().prologue(
         q,
         k,
-        _plan(q.shape[2], k.shape[2], cos is not None, q.device),
+        _plan(q.shape[2], k.shape[2], cos is not None, call.factor_BT is not None, q.device),
         q_weight_D=call.q_weight_D,
         k_weight_D=call.k_weight_D,
         norm_eps=call.norm_eps,
         cos_BTD=cos,
         sin_BTD=sin,
+        factor_BT=call.factor_BT,
     )
     return result
 
 
 def run_torch(call: PrologueCall) -> Result:
-    """Norm, then rotation."""
+    """Norm, then rotation, then the factor."""
     q, k = call.q_BTnD, call.k_BTmD
     if call.q_weight_D is not None and call.k_weight_D is not None:
         q, k = (
@@ -67,6 +69,9 @@ def run_torch(call: PrologueCall) -> Result:
         )
     if call.embeddings is not None:
         q, k = rotate(q, call.embeddings), rotate(k, call.embeddings)
+    if call.factor_BT is not None:
+        # Near 1, the factor would lose most of its digits in half precision.
+        q = (q * call.factor_BT[..., None, None]).to(q.dtype)
     return q, k
 
 
@@ -76,12 +81,12 @@ def triton_cannot(situation: Situation) -> str | None:
 
 
 @cache
-def _plan(heads: int, kv_heads: int, rotary: bool, device: torch.device) -> Any:
+def _plan(heads: int, kv_heads: int, rotary: bool, log_scale: bool, device: torch.device) -> Any:
     """All heads of q and of k, in their order."""
     tables = importlib.import_module("archsearch_kernels.prologue.heads")
     parts = [
-        tables.Part(source, tuple(range(count)), rotary=rotary)
-        for source, count in (("q", heads), ("k", kv_heads))
+        tables.Part(source, tuple(range(count)), rotary=rotary, log_scale=scaled)
+        for source, count, scaled in (("q", heads, log_scale), ("k", kv_heads, False))
     ]
     return tables.plan_heads(parts, heads, kv_heads, device)
 

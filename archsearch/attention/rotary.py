@@ -42,9 +42,13 @@ class Rotary:
         """The factor that the variant (yarn) puts on cos and sin."""
         return self._on(device)[1]
 
-    def tables(self, positions_BT: Tensor, dtype: torch.dtype) -> PositionEmbeddings:
-        """cos and sin at integer positions, computed in fp32 and returned as dtype."""
+    def tables(
+        self, positions_BT: Tensor, dtype: torch.dtype, share: float = 1.0
+    ) -> PositionEmbeddings:
+        """cos and sin at integer positions, computed in fp32 and returned as dtype; share: how much of RoPE is left."""
         frequencies, scaling = self._on(positions_BT.device)
+        if share != 1:
+            frequencies, scaling = frequencies * share, scaling**share
         half = positions_BT[..., None].float() * frequencies
         angles_BTD = torch.cat((half, half), dim=-1)
         return (angles_BTD.cos() * scaling).to(dtype), (angles_BTD.sin() * scaling).to(dtype)

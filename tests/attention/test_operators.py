@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from archsearch.attention.configuration_hydrahead import HydraHeadConfig
 from archsearch.attention.full import FullHeads, build_mask
 from archsearch.attention.gdn import GatedDeltaHeads
 from archsearch.attention.nha import NativeHybridHeads
+from archsearch.attention.positions import full_positions
 from archsearch.attention.rotary import Rotary
 
 TOKENS = 70
@@ -30,9 +32,31 @@ CONFIG = HydraHeadConfig(
     qk_norm=True,
     qkv_bias=True,
 )
-CONFIG_CONV = HydraHeadConfig(
-    hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=2, head_dim=8, gdn={"conv": True}
-)
+
+
+def config_of(gdn: dict[str, bool] | None = None, **fa: Any) -> HydraHeadConfig:
+    return HydraHeadConfig(
+        hidden_size=32,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=8,
+        gdn=gdn or {},
+        fa=fa,
+    )
+
+
+BARE = dict.fromkeys(("rope", "norm", "gate", "bias"), False)
+CONFIGS = {
+    "gdn_conv": config_of({"conv": True}),
+    "gdn_no_rope": config_of({"rope": False}),
+    "gdn_no_norm": config_of({"norm": False}),
+    "gdn_no_gate": config_of({"gate": False}),
+    "gdn_no_bias": config_of({"bias": False}),
+    "gdn_bare": config_of(BARE),
+    "full_norm": config_of(norm=True),
+    "full_gate": config_of(gate=True),
+    "full_all": config_of(rope_share=0.0, log_scale=True, log_scale_tokens=9, norm=True, gate=True),
+}
 
 
 @dataclass
@@ -46,10 +70,14 @@ class Case:
 CASES = {
     "full": Case(lambda: FullHeads(CONFIG, range(HEADS)), KeyValueStore),
     "gdn": Case(lambda: GatedDeltaHeads(CONFIG, HEADS), GatedDeltaState),
-    "gdn_conv": Case(lambda: GatedDeltaHeads(CONFIG_CONV, HEADS), GatedDeltaState),
     "nha": Case(lambda: NativeHybridHeads(CONFIG, range(HEADS), 10, 4), NativeHybridState),
     "nha_wide": Case(lambda: NativeHybridHeads(CONFIG, range(HEADS), 40, 4), NativeHybridState),
 }
+for name, config in CONFIGS.items():
+    if name.startswith("gdn"):
+        CASES[name] = Case(partial(GatedDeltaHeads, config, HEADS), GatedDeltaState)
+    else:
+        CASES[name] = Case(partial(FullHeads, config, range(HEADS)), KeyValueStore)
 
 
 @pytest.fixture(params=CASES)
@@ -87,9 +115,11 @@ def run(
     if attention_mask is not None:
         positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
     rope = Rotary(CONFIG).tables(positions, x_BTC.dtype)
-    output: Tensor = operator(
-        x_BTC, rope, mask if isinstance(operator, FullHeads) else mask.valid_BT, state
-    )
+    if isinstance(operator, FullHeads):
+        own = full_positions(Rotary(operator.config), positions, x_BTC.dtype, training=False)
+        attended: Tensor = operator(x_BTC, rope, mask, state, positions=own)
+        return attended
+    output: Tensor = operator(x_BTC, rope, mask.valid_BT, state)
     return output
 
 
@@ -192,5 +222,5 @@ def test_gradients_equal_finite_differences(case: Case, x_BTC: Tensor) -> None:
                 parameter.add_(direction, alpha=-step)
         return value
 
-    measured = (moved(1e-3) - moved(-1e-3)) / 2e-3
+    measured = (moved(4e-4) - moved(-4e-4)) / 8e-4
     assert measured == pytest.approx(expected, rel=2e-2, abs=0.2)

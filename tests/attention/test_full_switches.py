@@ -1,0 +1,399 @@
+"""The switches of the full-attention heads: share of RoPE, log-scale, norm and gate, alone and together.
+
+Shapes: B batch, T tokens, n heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor
+
+from archsearch.attention.configuration_hydrahead import (
+    FA_DEFAULTS,
+    LOG_SCALE_FORMS,
+    HydraHeadConfig,
+)
+from archsearch.attention.dispatch import norm_and_rotate
+from archsearch.attention.full import FullHeads
+from archsearch.attention.fusion import RMSNorm
+from archsearch.attention.modeling_hydrahead import CACHE_FIELD, HydraHeadForCausalLM
+from archsearch.attention.positions import LOG_SCALES, full_positions, set_rope_share
+from archsearch.attention.rotary import Rotary
+from archsearch_kernels.prologue import reference
+from archsearch_kernels.prologue.heads import Part, plan_heads
+from tests.attention.test_modeling_hydrahead import build, draw
+
+WINDOW = 32
+"""max_position_embeddings of these models: most of their inputs go beyond."""
+SCALES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "shifted": {"log_scale": True},
+    "clipped": {"log_scale": True, "log_scale_form": "clipped", "log_scale_tokens": 20},
+}
+COMBINATIONS = [
+    {"rope_share": share, **scale, "norm": norm, "gate": gate}
+    for share, scale, norm, gate in itertools.product(
+        (1.0, 0.5, 0.0), SCALES.values(), (False, True), (False, True)
+    )
+]
+
+
+def name_of(fa: dict[str, Any]) -> str:
+    scale = fa.get("log_scale_form", "shifted") if fa.get("log_scale") else "none"
+    flags = "".join(f"-{name}" for name in ("norm", "gate") if fa[name])
+    return f"rope{fa['rope_share']:g}-{scale}{flags}"
+
+
+def model_of(fa: dict[str, Any], name: str = "FG", **changes: Any) -> HydraHeadForCausalLM:
+    return build(name, fa=fa, max_position_embeddings=WINDOW, **changes)
+
+
+@pytest.mark.parametrize("fa", COMBINATIONS, ids=name_of)
+def test_prefill_and_decode_equal_the_full_forward(fa: dict[str, Any]) -> None:
+    """Beyond the window too."""
+    model, ids = model_of(fa), draw(2, 45)
+    output = model(ids[:, :40], use_cache=True)
+    logits, cache = [output.logits], output[CACHE_FIELD]
+    logits += [model(ids[:, 40:42], past_key_values=cache).logits]
+    logits += [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(42, 45)]
+    torch.testing.assert_close(torch.cat(logits, 1), model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fa", COMBINATIONS, ids=name_of)
+def test_left_padded_equals_unpadded(fa: dict[str, Any]) -> None:
+    model, ids = model_of(fa), draw(2, 50)
+    mask = torch.ones_like(ids)
+    ids[1, :9], mask[1, :9] = 0, 0
+    padded = model(ids[:, :48], attention_mask=mask[:, :48], use_cache=True)
+    torch.testing.assert_close(
+        padded.logits[1:, 9:], model(ids[1:, 9:48]).logits, atol=1e-4, rtol=1e-4
+    )
+    cache = padded[CACHE_FIELD]
+    step = model(ids[:, 48:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(step[1:], model(ids[1:, 9:]).logits[:, -2:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(step[:1], model(ids[:1]).logits[:, -2:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("scale", SCALES)
+def test_heads_that_share_keys_with_windows_decode(share: float, scale: str) -> None:
+    """NHA heads read the FA heads' keys out of the cache, rotated or not."""
+    model = model_of({"rope_share": share, **SCALES[scale]}, "FGN", qkv_bias=True)
+    ids = draw(2, 60)
+    cache = model(ids[:, :50], use_cache=True)[CACHE_FIELD]
+    found = [model(ids[:, t : t + 2], past_key_values=cache).logits for t in range(50, 60, 2)]
+    torch.testing.assert_close(torch.cat(found, 1), model(ids).logits[:, 50:], atol=1e-4, rtol=1e-4)
+
+
+def test_windows_over_keys_that_are_half_rotated_are_refused() -> None:
+    model, ids = model_of({"rope_share": 0.5}, "FGN"), draw(1, 12)
+    cache = model(ids, use_cache=True)[CACHE_FIELD]
+    with pytest.raises(ValueError, match=r"fa.rope_share 0.5: NHA heads .* at 0 and at 1 only"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_generates_past_the_window_from_padded_prompts() -> None:
+    model = model_of({"rope_share": 0.0, "log_scale": True, "norm": True, "gate": True})
+    prompts = [draw(1, 30)[0], draw(1, 21)[0]]
+    ids, mask = torch.zeros(2, 30, dtype=torch.long), torch.zeros(2, 30, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )
+    for row, prompt in enumerate(prompts):
+        sequence = prompt
+        for _ in range(12):
+            logits = model(sequence[None]).logits[0, -1]
+            sequence = torch.cat((sequence, logits.argmax()[None]))
+        assert len(sequence) > WINDOW
+        assert found[row, 30:].tolist() == sequence[len(prompt) :].tolist()
+
+
+# The share of RoPE
+
+
+def all_full(**fa: Any) -> HydraHeadForCausalLM:
+    return model_of(fa, "F")
+
+
+def test_all_of_it_is_rope_and_none_of_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, from whatever share the model comes."""
+    ids, plain = draw(2, 40), all_full()
+    moved = all_full(rope_share=0.3)
+    set_rope_share(moved, 1.0)
+    assert torch.equal(moved(ids).logits, plain(ids).logits)
+    set_rope_share(moved, 0.0)
+    found = moved(ids).logits
+    with monkeypatch.context() as patch:
+        # Angles of zero everywhere.
+        patch.setattr(
+            Rotary,
+            "tables",
+            lambda self, positions, dtype, share=1.0: (
+                torch.ones(*positions.shape, 8, dtype=dtype),
+                torch.zeros(*positions.shape, 8, dtype=dtype),
+            ),
+        )
+        torch.testing.assert_close(found, plain(ids).logits, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(found, plain(ids).logits, atol=1e-2)
+
+
+def test_without_rope_only_the_order_of_the_keys_matters_not_their_places() -> None:
+    """Queries of the last token see earlier tokens as a set."""
+    heads = all_full(rope_share=0.0).model.layers[0].self_attn
+    x = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(0))
+    order = [*torch.randperm(11, generator=torch.Generator().manual_seed(1)).tolist(), 11]
+    rotary = Rotary(heads.full.config)
+    tables = rotary.tables(torch.arange(12)[None], x.dtype)
+    free = full_positions(rotary, torch.arange(12)[None], x.dtype, training=False)
+    one, other = (heads(y, tables, positions=free)[:, -1] for y in (x, x[:, order]))
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    one, other = (heads(y, tables)[:, -1] for y in (x, x[:, order]))
+    assert not torch.allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "yarn"])
+def test_logits_move_on_without_jumps(rope_type: str) -> None:
+    """Ever smaller steps of the share change the logits ever less, at both ends too."""
+    rope = {"rope_theta": 1e4, "rope_type": rope_type}
+    if rope_type == "yarn":
+        rope |= {"factor": 4.0, "original_max_position_embeddings": 16}
+    model, ids = model_of({}, "F", rope_parameters=rope), draw(2, 40)
+
+    def at(share: float) -> Tensor:
+        set_rope_share(model, share)
+        logits: Tensor = model(ids).logits
+        return logits
+
+    for share in (1.0, 0.75, 0.4, 0.0):
+        here = at(share)
+        sign = -1 if share == 1 else 1
+        changes = [float((at(share + sign * step) - here).abs().max()) for step in (1e-2, 1e-4)]
+        assert 0 < changes[1] < 0.05 * changes[0]
+    assert float((at(0.0) - at(1.0)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_impossible_shares_are_refused(share: float) -> None:
+    model = all_full()
+    with pytest.raises(ValueError, match=r"share of RoPE is .*; allowed: 0 to 1"):
+        set_rope_share(model, share)
+    assert model.config.fa["rope_share"] == 1
+
+
+# The factor of queries
+
+
+def test_every_form_is_one_that_a_config_may_name() -> None:
+    assert tuple(LOG_SCALES) == LOG_SCALE_FORMS
+
+
+@pytest.mark.parametrize("form", LOG_SCALES)
+def test_forms_are_what_they_say(form: str) -> None:
+    found = LOG_SCALES[form](torch.arange(3000), 100)
+    assert found.dtype == torch.float32
+    assert bool((found.diff() >= 0).all())
+    for t in (0, 1, 50, 98, 99, 100, 101, 2999):
+        expected = {
+            "shifted": math.log(t + 100) / math.log(100),
+            "clipped": max(1.0, math.log(t + 1) / math.log(100)),
+        }[form]
+        assert float(found[t]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_shifted_form_is_the_kernels() -> None:
+    positions = torch.arange(500)
+    assert torch.equal(LOG_SCALES["shifted"](positions, 64), reference.log_scale(positions, 64))
+
+
+def test_the_factor_is_of_the_length_that_is_given_or_of_the_window() -> None:
+    ids = draw(1, 40)
+    given = all_full(log_scale=True, log_scale_tokens=WINDOW)(ids).logits
+    assert torch.equal(all_full(log_scale=True)(ids).logits, given)
+    other = all_full(log_scale=True, log_scale_tokens=9)(ids).logits
+    assert not torch.allclose(other, given, atol=1e-4)
+
+
+def test_the_factor_scales_attention_logits() -> None:
+    """As if q_proj of each token alone were larger by it."""
+    rotary = Rotary(HydraHeadConfig(hidden_size=32, head_dim=8, fa={"log_scale": True}))
+    heads = FullHeads(rotary.config, range(4)).eval()
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    tables = rotary.tables(torch.arange(9)[None], x.dtype)
+    positions = full_positions(rotary, torch.arange(9)[None], x.dtype, training=False)
+    assert positions is not None
+    assert positions.factor_BT is not None
+    found = heads(x, tables, positions=positions)
+    for t in range(9):
+        with torch.no_grad():
+            heads.q_proj.weight.mul_(positions.factor_BT[0, t])
+        torch.testing.assert_close(found[:, t], heads(x, tables)[:, t], atol=1e-5, rtol=1e-4)
+        with torch.no_grad():
+            heads.q_proj.weight.div_(positions.factor_BT[0, t])
+
+
+def test_the_factor_may_wait_for_inference() -> None:
+    ids = draw(1, 40)
+    plain, always = all_full(), all_full(log_scale=True)
+    later = all_full(log_scale=True, log_scale_training=False)
+    assert torch.equal(later(ids).logits, always(ids).logits)
+    assert torch.equal(later.train()(ids).logits, plain(ids).logits)
+    assert torch.equal(always.train()(ids).logits, always.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("form", [None, *LOG_SCALES])
+def test_the_torch_path_is_the_kernels_reference(
+    dtype: torch.dtype, normed: bool, share: float, form: str | None
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(2, 33, n, 16, generator=generator).to(dtype) for n in (3, 2))
+    positions_BT = torch.stack((torch.arange(33), torch.arange(33) + 70))
+    tables = Rotary(HydraHeadConfig(head_dim=16)).tables(positions_BT, torch.float32, share)
+    factor = None if form is None else LOG_SCALES[form](positions_BT, 40)
+    norms = [RMSNorm(16, 1e-5) for _ in range(2)]
+    with torch.no_grad():
+        for norm in norms:
+            norm.weight.copy_(1 + 0.3 * torch.randn(16, generator=generator))
+    rope = tables if share > 0 else None
+    parts = (
+        Part("q", (0, 1, 2), rotary=rope is not None, log_scale=factor is not None),
+        Part("k", (0, 1), rotary=rope is not None),
+    )
+    expected = reference.prologue(
+        q.float(),
+        k.float(),
+        plan_heads(parts, 3, 2, "cpu"),
+        q_weight_D=norms[0].weight if normed else None,
+        k_weight_D=norms[1].weight if normed else None,
+        norm_eps=1e-5,
+        cos_BTD=tables[0],
+        sin_BTD=tables[1],
+        factor_BT=factor,
+    )
+    given = norms if normed else [None, None]
+    found = norm_and_rotate(q, k, *given, rope, factor)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
+
+
+def test_the_factor_alone_is_a_call_and_reaches_gradients() -> None:
+    q = torch.randn(1, 5, 2, 16, requires_grad=True)
+    k = torch.randn(1, 5, 2, 16)
+    factor = 1 + torch.rand(1, 5)
+    found_q, found_k = norm_and_rotate(q, k, None, None, None, factor)
+    torch.testing.assert_close(found_q, q * factor[..., None, None])
+    assert torch.equal(found_k, k)
+    (gradient,) = torch.autograd.grad(found_q.sum(), q)
+    torch.testing.assert_close(gradient, factor[..., None, None].expand_as(q))
+
+
+# Norm and gate
+
+
+def test_gate_starts_as_the_identity_and_norm_with_unit_rms() -> None:
+    config = HydraHeadConfig(hidden_size=32, head_dim=8)
+    plain = FullHeads(config, range(4))
+    x = torch.randn(2, 9, 32)
+    tables = Rotary(config).tables(torch.arange(9)[None], x.dtype)
+
+    def like(**fa: bool) -> FullHeads:
+        heads = FullHeads(HydraHeadConfig(hidden_size=32, head_dim=8, fa=fa), range(4))
+        heads.load_state_dict(plain.state_dict(), strict=False)
+        return heads
+
+    expected = plain(x, tables)
+    assert torch.equal(like(gate=True)(x, tables), expected)
+    normed = like(norm=True)(x, tables)
+    torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 9, 4), atol=1e-2, rtol=0)
+    scale = expected.square().mean(-1, keepdim=True).add(config.rms_norm_eps).sqrt()
+    torch.testing.assert_close(normed * scale, expected, atol=1e-5, rtol=1e-4)
+    assert torch.equal(like(norm=True, gate=True)(x, tables), normed)
+
+
+def test_norm_gamma_and_gate_in_that_order() -> None:
+    fa = {"norm": True, "gate": True}
+    config = HydraHeadConfig(hidden_size=32, head_dim=8, fa=fa)
+    heads = FullHeads(config, (0, 2, 3))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    plain = FullHeads(HydraHeadConfig(hidden_size=32, head_dim=8), (0, 2, 3))
+    plain.load_state_dict(heads.state_dict(), strict=False)
+    x = torch.randn(2, 9, 32)
+    tables = Rotary(config).tables(torch.arange(9)[None], x.dtype)
+    assert heads.gate_proj is not None
+    o = plain(x, tables)
+    o = o / (o.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * heads.gamma
+    gate = 2 * torch.sigmoid(heads.gate_proj(x)).view(2, 9, 3, 8)
+    torch.testing.assert_close(heads(x, tables), o * gate, atol=1e-5, rtol=1e-4)
+
+
+def test_new_models_start_neutral_and_offloaded_ones_give_the_same() -> None:
+    fa = {"rope_share": 0.0, "log_scale": True, "norm": True, "gate": True}
+    fresh = HydraHeadForCausalLM(HydraHeadConfig(head_map=["FGFF", "FFFF"], fa=fa))
+    for layer in fresh.model.layers:
+        full = layer.self_attn.full
+        assert bool((full.gamma == 1).all())
+        assert not bool(full.gate_proj.weight.any())
+        assert bool(full.q_proj.weight.any())
+    model, ids = model_of(fa), draw(1, 40)
+    expected = model(ids).logits
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(model(ids).logits, expected)
+
+
+# Configs and files
+
+
+@pytest.mark.parametrize("fa", [{}, None])
+def test_folders_from_before_the_switches_load_unchanged(
+    tmp_path: Path, fa: dict[str, Any] | None
+) -> None:
+    model, ids = build("FG"), draw(1, 20)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored.pop("fa") == FA_DEFAULTS
+    if fa is not None:
+        stored["fa"] = fa
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    again = HydraHeadForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.fa == FA_DEFAULTS
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("fa", COMBINATIONS[1::4], ids=name_of)
+def test_saved_with_what_the_model_has_now(tmp_path: Path, fa: dict[str, Any]) -> None:
+    model, ids = model_of(fa), draw(1, 40)
+    set_rope_share(model, 0.25)
+    model.save_pretrained(tmp_path)
+    again = HydraHeadForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.fa == {**FA_DEFAULTS, **fa, "rope_share": 0.25}
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("fa", "message"),
+    [
+        ({"rpoe": 1.0}, "fa .*'rpoe'.*allowed.*rope_share"),
+        ({"rope_share": 1.5}, "fa.rope_share 1.5; allowed: 0 to 1"),
+        ({"log_scale_form": "square"}, "fa.log_scale_form 'square'; allowed: shifted, clipped"),
+        ({"log_scale_tokens": 1}, "fa.log_scale_tokens 1; allowed: 2 or more"),
+    ],
+)
+def test_impossible_switches_are_refused(fa: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HydraHeadConfig(fa=fa)
