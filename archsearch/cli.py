@@ -156,17 +156,41 @@ def dashboard(
 
 
 @app.command()
-def doctor(debug: Debug = False) -> None:
-    """Says what this machine offers, and whether its kernels compute the right thing."""
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Looks at what its run needs.")
+    ] = None,
+    overrides: Overrides = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Proves backends that are not chosen too.")
+    ] = False,
+    backends: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="NAME", help="Proves only this one; may be given again."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Limit of a proof: a backend in one dtype.")
+    ] = 60.0,
+    debug: Debug = False,
+) -> None:
+    """Says what this machine offers, and whether the kernels that it would choose compute the right thing."""
     with faults(debug):
-        from .doctor import examine
+        settings = None if config is None else load_config(config, overrides or [])
+        if overrides and config is None:
+            raise ConfigError("--set: needs a config; allowed: doctor CONFIG --set A.B=VALUE")
+        from .doctor import complaint, examine
+        from .kernel_report import Scope
 
-        wrong = []
-        for finding in examine():
-            typer.echo(f"{'ok   ' if finding.ok else 'WRONG'} {finding.topic:<20} {finding.text}")
-            wrong += [] if finding.ok else [finding.topic]
-        if wrong:
-            raise EnvironmentFault(f"doctor: {', '.join(wrong)} need attention")
+        scope, printer, found = Scope(every, tuple(backends or ()), seconds), Printer(), []
+        with (
+            printer.waiting() as waiting,
+            contextlib.closing(examine(settings, scope, waiting=waiting)) as findings,
+        ):
+            for finding in findings:
+                printer.line(f"{finding.verdict:<5} {finding.topic:<20} {finding.text}")
+                found.append(finding)
+        if said := complaint(found):
+            raise EnvironmentFault(f"doctor: {said}")
 
 
 def _run(

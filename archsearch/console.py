@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 PLAIN_SECONDS = 20.0
 """Time between the progress lines of one stage where there is no terminal."""
+
+WAITING_SECONDS = 10.0
+"""The same where a command does nothing but wait."""
 
 
 class StageProgress:
@@ -63,6 +67,23 @@ class Printer:
     def line(self, text: str = "") -> None:
         """Prints one line as it is."""
         _print(self.console, text)
+
+    @contextmanager
+    def waiting(self) -> Iterator[Callable[[str], None]]:
+        """Takes what is being waited for, as often as it likes: one line that changes on a terminal, few lines elsewhere."""
+        if self.console.is_terminal:
+            with self.console.status("") as status:
+                yield lambda text: status.update(Text(text))
+            return
+        said = time.monotonic()
+
+        def say(text: str) -> None:
+            nonlocal said
+            if time.monotonic() - said >= WAITING_SECONDS:
+                said = time.monotonic()
+                self.line(f"      waiting for {text}")
+
+        yield say
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageProgress]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 import torch
 
+from .attention.backends import INFERENCE, TRAINING
 from .attention.dispatch import OPERATORS
 from .attention.gdn_backends import triton_miscompiles
-from .kernel_proofs import proofs, summary
-from .preflight import memory_limit
+from .config import RunConfig
+from .errors import ArchsearchError, ConfigError
+from .findings import Finding
+from .kernel_report import WORKER, KernelReport, Scope, Target
+from .kernel_workers import Workers
+from .models.kernels import TRAINING_DTYPE
+from .models.teacher import inspect_teacher, pick_device
+from .plan import training_rows
+from .preflight import check_machine, memory_limit
 from .report.records import bytes_text
 
 PACKAGES = (
@@ -31,29 +39,98 @@ PACKAGES = (
     "flash-attn-4",
     "gguf",
 )
+DIM = {"cpu": 64, "cuda": 128}
+DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float32")}
+"""Of heads, where no config says what a run is of. On a GPU scores take fp32 of a bf16 teacher too."""
+
+MOST_WORKERS = 8
+WORKER_BYTES = 2 * 1024**3
+"""Host memory that a child may come to, with a GPU's libraries and a compiler in it."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report; ok is False where something is wrong."""
+def examine(
+    config: RunConfig | None = None,
+    scope: Scope | None = None,
+    *,
+    waiting: Callable[[str], None] = lambda text: None,
+    command: Sequence[str] = WORKER,
+) -> Generator[Finding, None, None]:
+    """All findings, each as soon as it and those before it are known; with a config, of what its run needs.
 
-    topic: str
-    text: str
-    ok: bool = True
+    waiting is told now and then what is worked on. Raises ConfigError for a name in the scope that no backend has.
+    """
+    scope = scope or Scope()
+    check_scope(scope)
+    target, faults = _target(config)
+    with Workers(command, _num_workers()) as workers:
+        report = KernelReport(target, scope, workers)
+        for topic, check in CHECKS.items():
+            try:
+                yield check(topic, config)
+            except Exception as error:  # whatever a broken install raises is the finding
+                yield Finding(topic, f"{type(error).__name__}: {error}", "WRONG")
+        yield from faults
+        yield from report.findings(waiting)
 
 
-def examine() -> Iterator[Finding]:
-    """All findings, one after the other; none raises."""
-    for topic, check in CHECKS.items():
-        try:
-            yield check(topic)
-        except Exception as error:  # whatever a broken install raises is the finding
-            yield Finding(topic, f"{type(error).__name__}: {error}", ok=False)
-    for name in OPERATORS:
-        yield from _operator(name)
+def complaint(findings: Sequence[Finding]) -> str:
+    """What needs attention, in a line; nothing where all that is needed is well."""
+    names: dict[str, list[str]] = {"WRONG": [], "open": []}
+    title = ""
+    for finding in findings:
+        indented = finding.topic.startswith(" ")
+        title = title if indented else finding.topic
+        if finding.needed and finding.verdict != "ok":
+            name = f"{title}: {finding.topic.strip()}" if indented else title
+            names[finding.verdict].append(name)
+    said = {"WRONG": "needs attention: {}", "open": "not done in time (see --seconds): {}"}
+    return "; ".join(
+        said[verdict].format(", ".join(some)) for verdict, some in names.items() if some
+    )
 
 
-def _packages(topic: str) -> Finding:
+def check_scope(scope: Scope) -> None:
+    """Raises ConfigError for a name that no backend has."""
+    backends = (backend for operator in OPERATORS.values() for backend in operator.backends)
+    allowed = list(dict.fromkeys(backend.name for backend in backends))
+    if unknown := set(scope.named) - set(allowed):
+        raise ConfigError(
+            f"--backend {min(unknown)}: no such backend; allowed: {', '.join(allowed)}"
+        )
+
+
+def _num_workers() -> int:
+    free = min(psutil.virtual_memory().available, memory_limit())
+    return max(1, min(MOST_WORKERS, os.cpu_count() or 1, int(free // WORKER_BYTES)))
+
+
+def _target(config: RunConfig | None) -> tuple[Target, list[Finding]]:
+    """What to prove, and what this machine lacks for the run."""
+    here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    usual = Target(str(here), DIM[here.type], DTYPES[here.type])
+    if config is None:
+        return usual, []
+    title = f"run {config.name}"
+    try:
+        device, dtype = pick_device(config.teacher.device), config.teacher.dtype
+        dim = inspect_teacher(config.teacher).shape.head_dim
+    except ArchsearchError as error:
+        return usual, [Finding(title, str(error), "WRONG")]
+    needed: set[tuple[str, str]] = {(INFERENCE, dtype)}
+    if training_rows(config).text:
+        trained = TRAINING_DTYPE[device.type]
+        needed.add((TRAINING, dtype if trained is None else str(trained).removeprefix("torch.")))
+    dtypes = tuple(dict.fromkeys((*DTYPES[device.type], *(name for _, name in sorted(needed)))))
+    target = Target(str(device), dim, dtypes, frozenset(needed), config.kernels)
+    try:
+        check_machine(config)
+    except ArchsearchError as error:
+        return target, [Finding(title, str(error), "WRONG")]
+    said = f"{config.teacher.source} in {dtype} on {device}, head_dim {dim}: nothing is missing"
+    return target, [Finding(title, said)]
+
+
+def _packages(topic: str, config: RunConfig | None) -> Finding:
     return Finding(topic, ", ".join(f"{name} {_version(name) or 'no'}" for name in PACKAGES))
 
 
@@ -64,7 +141,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _machine(topic: str) -> Finding:
+def _machine(topic: str, config: RunConfig | None) -> Finding:
     free = psutil.virtual_memory().available
     disk = shutil.disk_usage(tempfile.gettempdir()).free
     return Finding(
@@ -75,7 +152,7 @@ def _machine(topic: str) -> Finding:
     )
 
 
-def _devices(topic: str) -> Finding:
+def _devices(topic: str, config: RunConfig | None) -> Finding:
     if not torch.cuda.is_available():
         return Finding(topic, "no CUDA device: models run on the CPU")
     names = []
@@ -86,23 +163,17 @@ def _devices(topic: str) -> Finding:
     return Finding(topic, "; ".join(names))
 
 
-def _operator(name: str) -> Iterator[Finding]:
-    """Who is chosen for an operator, and a line a backend: its errors, or why it can't serve."""
-    title = OPERATORS[name].title
-    try:
-        yield Finding(title, summary(name))
-    except Exception as error:  # a backend that was asked for and can't serve, or a broken install
-        yield Finding(title, str(error), ok=False)
-    for proof in proofs(name):
-        yield Finding(f"  {proof.backend}", proof.text, ok=proof.ok)
-
-
-def _ray(topic: str) -> Finding:
+def _ray(topic: str, config: RunConfig | None) -> Finding:
+    """Ray is wrong where the run asks for it and it is not there, or where it is there and broken."""
+    if config is not None and config.execution.executor == "serial":
+        return Finding(topic, "not needed: execution.executor is serial")
+    if config is None and _version("ray") is None:
+        return Finding(topic, "not installed: configs need execution.executor serial")
     importlib.import_module("ray")
     return Finding(topic, f"ray {_version('ray')} imports; workers are started by a run")
 
 
-def _triton(topic: str) -> Finding:
+def _triton(topic: str, config: RunConfig | None) -> Finding:
     found = _version("triton")
     if found is None:
         return Finding(topic, "not installed: no GPU kernels of our own or of fla-core")
@@ -114,7 +185,7 @@ def _triton(topic: str) -> Finding:
     return Finding(topic, found)
 
 
-CHECKS: dict[str, Callable[[str], Finding]] = {
+CHECKS: dict[str, Callable[[str, RunConfig | None], Finding]] = {
     "packages": _packages,
     "machine": _machine,
     "devices": _devices,

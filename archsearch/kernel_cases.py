@@ -184,13 +184,13 @@ CASES: dict[str, Callable[[Situation], tuple[Any, Callable[[Any], Any]]]] = {
     "fusion": _fusion_case,
 }
 EVERY_PURPOSE = (
-    ("forward", TRAINING, False),
-    ("without gradients", INFERENCE, False),
+    ("training", TRAINING, False),
+    ("inference", INFERENCE, False),
     ("step", STEP, False),
 )
 KINDS: dict[str, tuple[tuple[str, str, bool], ...]] = {
     "gdn": EVERY_PURPOSE,
-    "full": (("forward", TRAINING, False), ("masked", INFERENCE, True), ("step", STEP, False)),
+    "full": (*EVERY_PURPOSE, ("masked", INFERENCE, True)),
     "prologue": EVERY_PURPOSE,
     "fusion": EVERY_PURPOSE,
 }

@@ -1,132 +1,185 @@
-"""Every backend of every operator against the fp32 reference on this machine, forward and backward.
+"""What doctor's child processes do: choose backends, and prove them against the fp32 reference, forward and backward.
 
 kernel_cases.py draws the inputs. An error is the norm of the difference over the norm of the reference, the worst of outputs or of gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import json
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention.backends import PURPOSES, STEP, TRAINING, Operator, Situation, race_text
+from .attention.backends import (
+    AUTO,
+    STEP,
+    TRAINING,
+    BackendRefusal,
+    Operator,
+    Situation,
+    race_text,
+)
 from .attention.dispatch import OPERATORS
 from .attention.full_backends import AttentionCall
-from .kernel_cases import CASES, KINDS
+from .kernel_cases import CASES
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
-DIM = {"cpu": 64, "cuda": 128}
-DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 RACE_TOKENS, RACE_HEADS = 4096, 16
 
 
 @dataclass(frozen=True)
+class Use:
+    """A kind of call: a word for it, its purpose, whether pairs are masked, its dtype, and whether the run can't go without."""
+
+    kind: str
+    purpose: str
+    masked: bool
+    dtype: str
+    needed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {SHORT[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task of TASKS on an operator's uses; for choose a wish of the config's, for the others a backend."""
+
+    task: str
+    operator: str
+    device: str
+    head_dim: int
+    uses: tuple[Use, ...]
+    backend: str = ""
+    wish: str = AUTO
+    asked_by: str = ""
+
+    @classmethod
+    def read(cls, line: str) -> Job:
+        """The job of a line of JSON."""
+        found = json.loads(line)
+        return cls(**found | {"uses": tuple(Use(**use) for use in found["uses"])})
+
+    def situation(self, use: Use) -> Situation:
+        """What the choice of a backend depends on."""
+        dtype = getattr(torch, use.dtype)
+        return Situation(torch.device(self.device), dtype, self.head_dim, use.purpose, use.masked)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backends that may serve each use, the one chosen here first; none where one was asked for in vain.
+
+    wish, asked_by: the backend that is forced and by what, else auto. faults: why it can't serve uses that the run needs,
+    refusals: why it can't serve others. notes: what else there is to say, as the times of a race.
+    """
+
+    wish: str
+    asked_by: str
+    backends: list[list[str]]
+    faults: list[str]
+    refusals: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
 class Proof:
-    """What a backend showed: errors by what was computed, or why it can't serve at all; faults are what it raised."""
+    """What a backend showed: errors by what was computed, what was wrong of it, and why it can't serve the other uses.
 
-    backend: str
-    chosen_for: tuple[str, ...]
+    able: how many uses it can serve.
+    """
+
+    able: int
     errors: dict[str, float]
-    wrong: tuple[str, ...]
-    reasons: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """False where an error is too large, or the backend raised."""
-        return not self.wrong
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        chosen = f"chosen for {', '.join(self.chosen_for)}" if self.chosen_for else "not chosen"
-        if not self.errors and not self.wrong:
-            return f"{chosen}: {'; '.join(self.reasons)}"
-        found = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-        verdict = (
-            "agrees with the fp32 reference" if self.ok else "DIFFERS: " + "; ".join(self.wrong)
-        )
-        reasons = "".join(f"; {reason}" for reason in self.reasons)
-        return f"{chosen}; {verdict} ({found}){reasons}"
+    wrong: list[str]
+    reasons: list[str]
 
 
-def proofs(name: str) -> Iterator[Proof]:
-    """A proof a backend of an operator, in the table's order, each when it is done: some compile for minutes."""
-    operator, device = OPERATORS[name], _device()
-    chosen: dict[str, str] = {}
-    with suppress(RuntimeError):  # a vain wish, which summary tells of
-        chosen = _chosen(operator, device)
-    for backend in operator.backends:
-        yield _prove(operator, backend.name, device, chosen)
+def choose(job: Job) -> Choice:
+    """Who serves each use. Where the fastest is taken, whoever can serve may be chosen for another shape."""
+    operator = OPERATORS[job.operator]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        operator.force(job.wish, job.asked_by)
+        wish = operator.wish
+    asked_by = operator.variable if job.wish == AUTO else job.asked_by
+    choice = Choice(wish, asked_by, [], [], [], [str(warning.message) for warning in said])
+    for use in job.uses:
+        situation, call = job.situation(use), None
+        if wish != AUTO and use.needed and (reason := operator.refusal(wish, situation)):
+            choice.faults.append(f"{asked_by}: {wish} cannot serve {situation}: {reason}")
+        if _is_raced(operator, situation):
+            call = _race_call(situation)
+            situation = call.situation()
+        try:
+            names = [operator.choose(situation, call).name]
+        except BackendRefusal as refusal:
+            choice.backends.append([])
+            choice.refusals.append(str(refusal))
+            continue
+        if times := operator.races.get(situation):
+            raced = [name for name, time in times.items() if isinstance(time, float)]
+            names += [name for name in raced if name not in names]
+            choice.notes.append(f"{use}: {race_text(times)} ({RACE_TOKENS} tokens)")
+        choice.backends.append(names)
+    return choice
 
 
-def summary(name: str) -> str:
-    """Who is chosen for what on this machine, and the times that decided it. Raises RuntimeError for a vain wish."""
-    operator, device = OPERATORS[name], _device()
-    chosen = _chosen(operator, device)
-    said = "; ".join(f"{kind}: {backend}" for kind, backend in chosen.items())
-    races = "".join(f"; {race_text(result)} ({key})" for key, result in operator.races.items())
-    wish = "" if operator.wish == "auto" else f"{operator.variable}={operator.wish}: "
-    return f"{wish}{said}{races}"
+def _is_raced(operator: Operator, situation: Situation) -> bool:
+    uncommon = situation.purpose == STEP or situation.masked
+    return bool(operator.rivals) and situation.device.type == "cuda" and not uncommon
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+def _race_call(situation: Situation) -> AttentionCall:
+    shape = (1, RACE_HEADS, RACE_TOKENS, situation.head_dim)
+    options: dict[str, Any] = {"device": situation.device, "dtype": situation.dtype}
+    q, k, v = (torch.randn(shape, **options) for _ in range(3))
+    return AttentionCall(q.requires_grad_(situation.purpose == TRAINING), k, v, None)
 
 
-def _chosen(operator: Operator, device: torch.device) -> dict[str, str]:
-    """Kind of call -> name of the backend."""
-    found = {}
-    for dtype in DTYPES[device.type]:
-        for purpose in PURPOSES:
-            situation = Situation(device, dtype, DIM[device.type], purpose)
-            call = None
-            if operator.rivals and device.type == "cuda" and purpose != STEP:
-                call = _race_call(device, dtype, purpose)
-                situation = call.situation()
-            found[f"{purpose} in {_short(dtype)}"] = operator.choose(situation, call).name
-    return found
+def refuse(job: Job) -> Proof:
+    """Why a backend can't serve its uses; nothing is computed."""
+    found = [OPERATORS[job.operator].refusal(job.backend, job.situation(use)) for use in job.uses]
+    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+    return Proof(found.count(None), {}, [], reasons)
 
 
-def _race_call(device: torch.device, dtype: torch.dtype, purpose: str) -> AttentionCall:
-    shape = (1, RACE_HEADS, RACE_TOKENS, DIM["cuda"])
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
-    return AttentionCall(q.requires_grad_(purpose == TRAINING), k, v, None)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-
-
-def _prove(operator: Operator, name: str, device: torch.device, chosen: dict[str, str]) -> Proof:
+def prove(job: Job) -> Proof:
+    """A backend's errors in the uses that it can serve."""
+    operator = OPERATORS[job.operator]
     errors: dict[str, float] = {}
-    wrong, reasons = [], []
-    for dtype in DTYPES[device.type]:
-        for kind, purpose, masked in KINDS[operator.name]:
-            situation = Situation(device, dtype, DIM[device.type], purpose, masked)
-            reason = operator.refusal(name, situation)
-            if reason is not None:
-                if reason not in reasons:
-                    reasons.append(reason)
-                continue
-            try:
-                call, reference = CASES[operator.name](situation)
-                found = _errors(operator.backend(name).run, call, reference, purpose == TRAINING)
-            except Exception as error:  # whatever a broken kernel raises is the finding
-                said = str(error).partition("\n")[0]
-                wrong.append(f"{kind} in {_short(dtype)} raised {type(error).__name__}: {said}")
-                continue
-            for part, value in found.items():
-                label = f"{_short(dtype)} {kind if part == 'forward' else part}"
-                errors[label] = value
-                # NaN is wrong too.
-                if not value <= TOLERANCE[dtype]:
-                    wrong.append(label)
-    served = tuple(kind for kind, backend in chosen.items() if backend == name)
-    return Proof(name, served, errors, tuple(wrong), tuple(reasons))
+    wrong: list[str] = []
+    able = 0
+    for use in job.uses:
+        situation = job.situation(use)
+        if operator.refusal(job.backend, situation) is not None:
+            continue
+        able += 1
+        try:
+            call, reference = CASES[job.operator](situation)
+            run = operator.backend(job.backend).run
+            found = _errors(run, call, reference, use.purpose == TRAINING)
+        except Exception as error:  # whatever a broken kernel raises is the finding
+            said = str(error).partition("\n")[0]
+            wrong.append(f"{use} raised {type(error).__name__}: {said}")
+            continue
+        for part, value in found.items():
+            label = f"{SHORT[use.dtype]} {part if use.purpose == TRAINING else use.kind}"
+            errors[label] = value
+            # NaN is wrong too.
+            if not value <= TOLERANCE[situation.dtype]:
+                wrong.append(label)
+    return Proof(able, errors, wrong, refuse(job).reasons)
 
 
 def _errors(
@@ -164,3 +217,47 @@ def _worst(given: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
         right = other.detach().float()
         errors.append(float((one.detach().float() - right).norm() / right.norm()))
     return max(errors, key=lambda error: (error != error, error))  # noqa: PLR0124 - NaN is the worst
+
+
+TASKS: dict[str, Callable[[Job], Choice | Proof]] = {
+    "choose": choose,
+    "refuse": refuse,
+    "prove": prove,
+}
+
+
+def serve() -> None:
+    """Answers jobs, a line of JSON each, until the input ends: what a child of kernel_workers.py runs."""
+    answers = os.fdopen(os.dup(1), "w")
+    # Whatever libraries print is no answer.
+    os.dup2(2, 1)
+    lines: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_listen, args=(lines,), daemon=True).start()
+    print("ready", file=answers, flush=True)
+    while True:
+        print(json.dumps(_answer(lines.get())), file=answers, flush=True)
+
+
+def _answer(line: str) -> dict[str, Any]:
+    """again: whether this process can be asked again. After a fault its GPU may answer nothing any more."""
+    try:
+        job = Job.read(line)
+        found = TASKS[job.task](job)
+    except Exception as error:  # a broken install raises anything
+        fault = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return {"result": None, "fault": fault, "again": False}
+    again = not (isinstance(found, Proof) and found.wrong)
+    return {"result": asdict(found), "fault": "", "again": again}
+
+
+def _listen(lines: SimpleQueue[str]) -> None:
+    """Hands on the lines of the input; at its end nobody waits any more for this process or what it started."""
+    for line in sys.stdin:
+        lines.put(line)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    serve()

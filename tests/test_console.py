@@ -76,3 +76,22 @@ def test_progress_names_the_part_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> 
         progress(1, 2)
     lines = [line.strip() for line in text.getvalue().splitlines()]
     assert lines[:2] == ["scores: causal 12 of 40 (30%)", "scores: restoration 1 of 2 (50%)"]
+
+
+def test_what_is_waited_for_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, text = printer()
+    with out.waiting() as waiting:
+        waiting("nothing yet")
+        monkeypatch.setattr(console, "WAITING_SECONDS", 0.0)
+        waiting("fla [bf16]")
+    assert text.getvalue() == "      waiting for fla [bf16]\n"
+
+
+def test_on_a_terminal_lines_stay_and_what_is_waited_for_goes() -> None:
+    text = io.StringIO()
+    out = Printer(Console(file=text, width=200, force_terminal=True))
+    with out.waiting() as waiting:
+        waiting("fla [bf16]")
+        out.line("done")
+    assert "done\n" in text.getvalue()
+    assert "fla [bf16]" in text.getvalue()
