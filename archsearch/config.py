@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .metrics import GeneralKind, Metric, MetricName, ProbeKind, RetrievalKind
+from .studentconfig import FullConfig, StudentConfig
 from .textconfig import (
     DataConfig,
     HarnessConfig,
@@ -26,6 +27,7 @@ from .textconfig import (
 # Every section can be had from here, wherever it is written down.
 __all__ = [
     "DataConfig",
+    "FullConfig",
     "GeneralKind",
     "HarnessConfig",
     "HeldoutConfig",
@@ -35,6 +37,7 @@ __all__ = [
     "ProbeKind",
     "RetrievalKind",
     "Section",
+    "StudentConfig",
     "TextConfig",
 ]
 
@@ -308,6 +311,17 @@ class RunConfig(Section):
     supernet: SupernetConfig = SupernetConfig()
     search: SearchConfig = SearchConfig()
     cost: CostConfig = CostConfig()
+    student: StudentConfig = StudentConfig()
     distill: DistillConfig = DistillConfig()
     kernels: KernelsConfig = KernelsConfig()
     execution: ExecutionConfig = ExecutionConfig()
+
+    @model_validator(mode="after")
+    def _fades(self) -> RunConfig:
+        full, tokens = self.student.full, max(self.search.proxy_tokens)
+        if not full.rope and tokens < full.rope_fade_tokens:
+            raise ValueError(
+                f"student.full.rope: false takes rope_fade_tokens ({full.rope_fade_tokens}) of distillation; "
+                f"search.proxy_tokens has {tokens} at most"
+            )
+        return self

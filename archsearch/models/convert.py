@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,16 @@ def hydrahead_config(
     return with_head_map(config, head_map, gdn or GdnConfig())
 
 
-def with_head_map(config: HydraHeadConfig, head_map: HeadMap, gdn: GdnConfig) -> HydraHeadConfig:
-    """A copy of config with another head map. Raises ValueError for a map of another geometry."""
+def with_head_map(
+    config: HydraHeadConfig,
+    head_map: HeadMap,
+    gdn: GdnConfig,
+    fa: dict[str, Any] | None = None,
+) -> HydraHeadConfig:
+    """A copy of config with another head map; fa: other switches of the full-attention heads.
+
+    Raises ValueError for a map of another geometry.
+    """
     model = head_map.model
     found = (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim)
     wanted = (
@@ -78,6 +86,7 @@ def with_head_map(config: HydraHeadConfig, head_map: HeadMap, gdn: GdnConfig) ->
     changed.window = list(head_map.window)
     changed.slots = list(head_map.slots)
     changed.gdn = gdn.model_dump()
+    changed.fa |= fa or {}
     return changed
 
 

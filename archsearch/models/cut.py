@@ -17,7 +17,9 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..attention.nha import NativeHybridHeads
 from ..config import GdnConfig
 from ..headmap import HeadMap, Operator
+from ..studentconfig import FullConfig
 from .convert import assign, config_of, empty_model, with_head_map
+from .full_heads import FullBranch, full_switches
 from .teacher import Teacher
 
 if TYPE_CHECKING:
@@ -28,23 +30,31 @@ ROWS_BY_KV_HEAD = ("k_proj", "v_proj")
 
 
 def cut(
-    teacher: Teacher, supernet: Supernet | None, head_map: HeadMap, *, copy: bool = False
+    teacher: Teacher,
+    supernet: Supernet | None,
+    head_map: HeadMap,
+    *,
+    copy: bool = False,
+    full: FullBranch | None = None,
 ) -> HydraHeadForCausalLM:
     """The hybrid model of a head map: FA heads from the teacher, GDN heads from the supernet.
 
     copy=False is for evaluation: eval mode, no gradients, tensors shared with the teacher wherever rows lie
     together; never train it. copy=True is for training: nothing shared, gradients on. NHA heads take the
-    teacher's q, k and v, so that with a window over the whole context they are FA.
-    Raises ValueError for a head map of another geometry, or one that needs twins that are not there.
+    teacher's q, k and v, so that with a window over the whole context they are FA. full: what FA heads are beside the
+    teacher's, as it is at the start of training: with all of RoPE unless it goes at once.
+    Raises ValueError for a head map of another geometry, or one that needs twins (or a gamma) that are not there.
     """
     options = supernet.options if supernet is not None else GdnConfig()
-    config = with_head_map(config_of(teacher.model), head_map, options)
+    full = full or FullBranch(FullConfig())
+    config = with_head_map(config_of(teacher.model), head_map, options, full_switches(full.options))
     student = empty_model(config)
     source = teacher.model.state_dict()
     tensors = {name: value for name, value in source.items() if ".self_attn.full." not in name}
     for layer in range(head_map.model.num_layers):
-        full = f"model.layers.{layer}.self_attn.full."
-        rows = {name.removeprefix(full): source[name] for name in source if name.startswith(full)}
+        own = f"model.layers.{layer}.self_attn.full."
+        rows = {name.removeprefix(own): source[name] for name in source if name.startswith(own)}
+        tensors |= {own + name: value for name, value in full.added(config, layer).items()}
         for branch, parameters in _branches(rows, supernet, config, head_map, layer).items():
             prefix = f"model.layers.{layer}.self_attn.{branch}."
             tensors |= {prefix + name: value for name, value in parameters.items()}
