@@ -23,14 +23,17 @@ from .textconfig import (
     Section,
     TextConfig,
 )
+from .trainconfig import DistillConfig, LongContextConfig
 
 # Every section can be had from here, wherever it is written down.
 __all__ = [
     "DataConfig",
+    "DistillConfig",
     "FullConfig",
     "GeneralKind",
     "HarnessConfig",
     "HeldoutConfig",
+    "LongContextConfig",
     "Metric",
     "ProbeConfig",
     "ProbeFile",
@@ -266,15 +269,6 @@ class CostConfig(Section):
     element_bytes: Literal[1, 2, 4] = 2
 
 
-class DistillConfig(Section):
-    """The short distillation of a proxy with tokens."""
-
-    learning_rate: Rate = 3e-4
-    batch_tokens: Positive = 4_096
-    warmup_steps: NonNegative = 2
-    trainable: Literal["attention", "all"] = "attention"
-
-
 class ExecutionConfig(Section):
     """How trials run in parallel."""
 
@@ -313,6 +307,7 @@ class RunConfig(Section):
     cost: CostConfig = CostConfig()
     student: StudentConfig = StudentConfig()
     distill: DistillConfig = DistillConfig()
+    long_context: LongContextConfig = LongContextConfig()
     kernels: KernelsConfig = KernelsConfig()
     execution: ExecutionConfig = ExecutionConfig()
 
