@@ -16,7 +16,8 @@ from .models.teacher import Teacher, load_teacher
 from .report.records import COST_METRICS, quantity
 from .rundir import RunDir
 from .search.records import TrialSpec, trained_path
-from .search.trial import SUPERNET_FILE, load_trained
+from .search.trained import load_trained
+from .search.trial import SUPERNET_FILE
 
 
 def export_candidate(

@@ -6,7 +6,6 @@ A worker is built once a process from a plain payload and reads the rest from th
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
@@ -39,15 +36,18 @@ from ..models.kernels import use_kernels
 from ..models.sources import resolve_path
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
-from ..rundir import replacing
-from ..training.distill import distill, trainable_parameters
+from ..training.distill import distill
 from ..training.loop import NonFiniteLoss
+from ..training.teacher_logits import TeacherLogits
 from .records import TrialResult, TrialSpec, trained_path
+from .trained import Trunk, load_to_go_on, save_trained
 
 TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
 STARTS_FILE = "train_starts.npy"
 """Where documents begin in TRAIN_FILE, if its source has documents."""
 SUPERNET_FILE = "supernet.safetensors"
+TEACHER_LOGITS = "teacher_logits"
+"""Folder of what candidates share of the teacher's answers, beyond distill.cache_gib; made again where it is missing."""
 
 PROBE_SEED = 7_000_003
 """Offset of the evaluation probes' seed from the run's, so that scores and trials use other prompts."""
@@ -84,6 +84,7 @@ class TrialWorker:
         self._probes = evaluation_probes(self.teacher, self.config)
         self._harness = open_harness(self.config, self.teacher)
         self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
+        self._logits: TeacherLogits | None = None
 
     def __call__(self, spec: TrialSpec) -> TrialResult:
         """Evaluates one candidate. The same spec gives the same metrics.
@@ -147,20 +148,34 @@ class TrialWorker:
     def _distil(self, student: HydraHeadForCausalLM, spec: TrialSpec) -> int:
         """Trains the student up to spec.proxy_tokens, those of its parent included, and saves it."""
         config = self.config.distill
-        done = load_trained(student, Path(spec.parent)) if spec.parent is not None else 0
+        done = load_to_go_on(student, Path(spec.parent)) if spec.parent is not None else 0
         sequences = max(1, config.batch_tokens // self.config.data.sequence_length)
-        start_step = round(done / (sequences * self.config.data.sequence_length))
+        batch_tokens = sequences * self.config.data.sequence_length
+        # Only where a longer proxy may come, and where it has something to go on from.
+        goes_on = config.decay_share < 1 and spec.proxy_tokens < max(
+            self.config.search.proxy_tokens
+        )
+        trunk = Trunk(student, self.config, batch_tokens) if goes_on else None
         result = distill(
             student,
             self.teacher,
             partial(self._batches, sequences),
             tokens=max(0, spec.proxy_tokens - done),
             config=config,
-            start_step=start_step,
+            start_step=round(done / batch_tokens),
+            logits=self._teacher_logits(),
+            at_fork=None if trunk is None else trunk.keep,
         )
         total = done + result.tokens
-        save_trained(student, trained_path(self.run_dir, spec), self.config, spec, total)
+        save_trained(student, trained_path(self.run_dir, spec), self.config, spec, total, trunk)
         return result.tokens
+
+    def _teacher_logits(self) -> TeacherLogits:
+        """What this worker's candidates share of the teacher's answers to the batches."""
+        if self._logits is None:
+            folder = self.run_dir / TEACHER_LOGITS
+            self._logits = TeacherLogits(self.teacher, self.config.distill, folder=folder)
+        return self._logits
 
     def _batches(self, sequences: int, start_step: int) -> Iterator[Tensor]:
         """The distillation's batches: the same for every candidate, so that none is lucky."""
@@ -226,48 +241,6 @@ def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
     ]
     read = [read_answers(resolve_path(f.path), teacher.tokenizer, f.name) for f in probes.files]
     return [*drawn, *(probe for found in read for probe in found)]
-
-
-def save_trained(
-    student: HydraHeadForCausalLM, path: Path, config: RunConfig, spec: TrialSpec, tokens: int
-) -> None:
-    """Rounds the trained parameters to fp16 in place and stores them: what is measured is what is stored.
-
-    Raises NonFiniteLoss where one is not finite, or too large for fp16.
-    """
-    tensors = {}
-    for name, parameter in trainable_parameters(student, config.distill).items():
-        half = parameter.detach().half()
-        if not bool(torch.isfinite(half).all()):
-            raise NonFiniteLoss(f"{name} is not finite in fp16 after distillation")
-        parameter.data.copy_(half)
-        tensors[name] = half.contiguous()
-    metadata = {"schema": "1", "tokens": str(tokens), "head_map": json.dumps(spec.head_map)}
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
-
-
-def load_trained(student: HydraHeadForCausalLM, path: Path) -> int:
-    """Puts weights stored by save_trained into a student cut (copy=True) from the same head map.
-
-    Returns the distillation tokens behind them. Raises EnvironmentFault where the file is missing,
-    damaged, or of another head map.
-    """
-    parameters = dict(student.named_parameters())
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            layers = json.loads(metadata["head_map"])["layers"]
-            if layers != student.config.head_map:
-                raise EnvironmentFault(f"{path}: the weights of another head map")
-            with torch.no_grad():
-                for name in file.keys():  # noqa: SIM118
-                    parameters[name].copy_(file.get_tensor(name))
-            return int(metadata["tokens"])
-    except EnvironmentFault:
-        raise
-    except Exception as error:  # safetensors raises many kinds, all of which mean a bad file
-        raise EnvironmentFault(f"{path}: cannot be read ({error!r})") from error
 
 
 def _read_config(data: dict[str, Any]) -> RunConfig:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,37 +15,59 @@ from torch import Tensor
 from ..errors import ConfigError, EnvironmentFault
 from ..rundir import replacing
 from .loop import TrainingState
+from .masters import MOMENTS, Masters
 
 SCHEMA = 1
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+@dataclass(frozen=True)
+class Extra:
+    """What a checkpoint carries besides the state: tensors, on the CPU once read, and plain JSON data."""
+
+    tensors: dict[str, Tensor]
+    notes: Any = None
 
 
 def save_checkpoint(
-    state: TrainingState, path: Path, *, identity: str, extra: dict[str, Tensor] | None = None
+    state: TrainingState,
+    path: Path,
+    *,
+    identity: str,
+    extra: dict[str, Tensor] | None = None,
+    notes: Any = None,
 ) -> None:
-    """Writes the state and extra tensors; a crash at any moment leaves the file before or the new one.
+    """Writes the state, extra tensors and notes (JSON); a crash at any moment leaves the file before or the new one.
 
     identity names all that the state depends on; load_checkpoint refuses another one.
     """
     tensors = {f"extra.{name}": tensor.contiguous() for name, tensor in (extra or {}).items()}
-    for name, parameter in state.parameters.items():
-        tensors[f"parameter.{name}"] = parameter.detach()
-        for moment in _MOMENTS:
-            if parameter in state.optimizer.state:
-                tensors[f"{moment}.{name}"] = state.optimizer.state[parameter][moment]
+    names: dict[Tensor, str] = {p: name for name, p in state.parameters.items()}
+    optimizer = state.optimizer
+    for group in optimizer.groups:
+        parts = {"parameter": group.values}
+        parts |= {kind: group.views(flat) for kind, flat in optimizer.moments(group).items()}
+        for kind, views in parts.items():
+            for parameter, view in zip(group.parameters, views, strict=True):
+                tensors[f"{kind}.{names[parameter]}"] = view.detach()
     metadata = {
         "schema": str(SCHEMA),
         "identity": identity,
         "step": str(state.step),
+        "updates": json.dumps([optimizer.updates(group) for group in optimizer.groups]),
         "losses": json.dumps(state.losses),
+        "notes": json.dumps(notes),
     }
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
 
 
 def load_checkpoint(state: TrainingState, path: Path, *, identity: str) -> dict[str, Tensor]:
-    """Fills state from a file written by save_checkpoint; returns its extra tensors, on the CPU.
+    """read_checkpoint without the notes."""
+    return read_checkpoint(state, path, identity=identity).tensors
+
+
+def read_checkpoint(state: TrainingState, path: Path, *, identity: str) -> Extra:
+    """Fills state from a file written by save_checkpoint; returns what it carries besides.
 
     Raises ConfigError where the file belongs to other settings, EnvironmentFault where it is damaged.
     """
@@ -54,32 +78,39 @@ def load_checkpoint(state: TrainingState, path: Path, *, identity: str) -> dict[
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         state.step = int(metadata["step"])
         state.losses = [(step, loss) for step, loss in json.loads(metadata["losses"])]
-        for name, parameter in state.parameters.items():
-            _restore(state, name, parameter, tensors)
-    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        groups = state.optimizer.groups
+        # Files of earlier versions knew only groups that had been updated in every step.
+        updates = json.loads(metadata.get("updates", "null")) or [state.step] * len(groups)
+        for group, count in zip(groups, updates, strict=True):
+            _restore(state, group, count, tensors)
+        notes = json.loads(metadata.get("notes", "null"))
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise EnvironmentFault(
             f"checkpoint {path}: cannot be read ({error}); delete it to start this stage anew"
         ) from error
     prefix = "extra."
-    return {
+    extra = {
         name.removeprefix(prefix): value
         for name, value in tensors.items()
         if name.startswith(prefix)
     }
+    return Extra(extra, notes)
 
 
 def _restore(
-    state: TrainingState, name: str, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]
+    state: TrainingState, group: Masters, updates: int, tensors: dict[str, Tensor]
 ) -> None:
+    names: dict[Tensor, str] = {p: name for name, p in state.parameters.items()}
+    own = [names[parameter] for parameter in group.parameters]
     with torch.no_grad():
-        parameter.copy_(tensors[f"parameter.{name}"])
-    if f"exp_avg.{name}" not in tensors:
-        return
-    device = parameter.device
-    # The fused optimizer counts on the device of the parameter.
-    count = torch.tensor(float(state.step), dtype=torch.float32, device=device)
-    moments = {moment: tensors[f"{moment}.{name}"].to(device) for moment in _MOMENTS}
-    state.optimizer.state[parameter] = {"step": count, **moments}
+        for name, value in zip(own, group.values, strict=True):
+            value.copy_(tensors[f"parameter.{name}"])
+    group.give_values()
+    moments = {}
+    if f"{MOMENTS[0]}.{own[0]}" in tensors:
+        for kind in MOMENTS:
+            moments[kind] = torch.cat([tensors[f"{kind}.{name}"].flatten() for name in own])
+    state.optimizer.restore(group, moments, updates)
 
 
 def _check(metadata: dict[str, str], path: Path, identity: str) -> None:

@@ -1,26 +1,23 @@
-"""Stage 2, in short: KL(teacher || student) on logits, to tell candidates apart by how well they recover.
+"""Stage 2: KL(teacher || student) on logits and what a config adds to it, to tell candidates apart by how well they recover.
 
-Shapes: B sequences, T tokens, M = B * T positions, C hidden size, V vocabulary.
+The rate is constant after a warm-up and falls over the last steps before a student is measured. Where it has not
+fallen yet, training can go on: that is the fork of a reading (readings.py), and of a longer proxy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import DistillConfig
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
-from .loop import BatchSource, Plan, TrainingState, full_precision, mixed_precision, train
-
-LOGIT_BYTES = 128 * 2**20
-"""Most bytes that the fp32 logits of one chunk of positions may take."""
+from .loop import BatchSource, Plan, StepHook, TrainingState, train
+from .packing import end_of_text
+from .student import LossWeights, StudentLoss, in_training
+from .teacher_logits import TeacherLogits
 
 FINAL_SHARE = 0.1
 """The learning rate ends at this share of its peak: so few tokens leave no time for more."""
@@ -45,119 +42,70 @@ def distill(
     tokens: int,
     config: DistillConfig,
     start_step: int = 0,
+    logits: TeacherLogits | None = None,
+    at_fork: Callable[[int], None] | None = None,
+    before_step: StepHook | None = None,
     progress: Progress = ignore_progress,
 ) -> Distillation:
     """Trains student in place on about `tokens` tokens, at least one batch, and leaves it in eval mode.
 
-    The student shares no trained tensor with the teacher and lies on its device. start_step skips the
-    batches that an earlier distillation took. Raises NonFiniteLoss.
+    The student shares no trained tensor with the teacher and lies on its device. start_step counts the steps, and
+    skips the batches, that an earlier distillation took. logits is what a worker's candidates share; at_fork is
+    called with the steps done before the rate falls, once the parameters hold what they were by then. Raises
+    NonFiniteLoss, ConfigError as TeacherLogits does.
     """
     started = time.monotonic()
     batch_tokens = next(batches(0)).numel()
-    plan = Plan(
-        steps=max(1, round(tokens / batch_tokens)),
+    steps = max(1, round(tokens / batch_tokens))
+    last = start_step + steps
+    plan = plan_of(config, last, start=start_step)
+    loss = student_loss(student, teacher, config, logits)
+    with in_training(student, config.trainable, checkpointing=config.checkpointing) as state:
+        state.step = start_step
+        if at_fork is not None:
+            fork = last - (plan.decay_steps if plan.decay_steps is not None else steps)
+            train(
+                state, plan, loss, batches, until=fork, before_step=before_step, progress=progress
+            )
+            at_fork(state.step)
+        train(state, plan, loss, batches, before_step=before_step, progress=progress)
+        return _outcome(state, steps * batch_tokens, steps, started)
+
+
+def plan_of(
+    config: DistillConfig, steps: int, *, start: int = 0, warmup: int | None = None
+) -> Plan:
+    """The rates of a distillation that is measured after `steps`; its warm-up is config's unless given."""
+    share = config.decay_share
+    return Plan(
+        steps=steps,
         learning_rate=config.learning_rate,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=config.warmup_steps if warmup is None else warmup,
         final_share=FINAL_SHARE,
+        decay_steps=None if share == 1 else min(steps - start, round(share * steps)),
+        start=start,
     )
-    trained = trainable_parameters(student, config)
-    student.requires_grad_(False).train()
-    with _fp32_masters(trained):
-        state = TrainingState(trained)
-        train(
-            state,
-            plan,
-            DistillationLoss(student, teacher),
-            lambda step: batches(start_step + step),
-            progress=progress,
-        )
-    student.requires_grad_(False).train(False)
+
+
+def student_loss(
+    student: HydraHeadForCausalLM,
+    teacher: Teacher,
+    config: DistillConfig,
+    logits: TeacherLogits | None = None,
+) -> StudentLoss:
+    """The loss that config describes, with a store of the teacher's logits of its own unless one is given."""
+    weights = LossWeights(config.kl_weight, config.ce_weight, config.hidden_weight)
+    if logits is None and (weights.kl or weights.hidden):
+        logits = TeacherLogits(teacher, config)
+    end_token = end_of_text(teacher.tokenizer) if config.packed else None
+    return StudentLoss(student, logits, weights, end_token=end_token)
+
+
+def _outcome(state: TrainingState, tokens: int, steps: int, started: float) -> Distillation:
     return Distillation(
-        tokens=plan.steps * batch_tokens,
-        steps=plan.steps,
+        tokens=tokens,
+        steps=steps,
         first_loss=state.losses[0][1],
         last_loss=state.losses[-1][1],
         seconds=time.monotonic() - started,
     )
-
-
-def trainable_parameters(
-    student: HydraHeadForCausalLM, config: DistillConfig
-) -> dict[str, nn.Parameter]:
-    """The parameters that config.trainable names; "attention" means all of every attention block."""
-    return {
-        name: parameter
-        for name, parameter in student.named_parameters()
-        if config.trainable == "all" or ".self_attn." in name
-    }
-
-
-@contextmanager
-def _fp32_masters(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Has the parameters in fp32 and asking for gradients inside, in their own dtype outside."""
-    dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.data = parameter.data.float()
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.grad = None
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtypes[name])
-
-
-class DistillationLoss:
-    """The LossStep of distillation: mean KL in nats a token."""
-
-    def __init__(self, student: HydraHeadForCausalLM, teacher: Teacher) -> None:
-        self._student = student
-        self._teacher = teacher
-
-    def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Adds the gradients of a batch; returns its mean KL."""
-        device, model = self._teacher.device, self._teacher.model
-        if device.type == "cuda":
-            ids_BT = ids_BT.pin_memory()
-        ids_BT = ids_BT.to(device, non_blocking=True)
-        with mixed_precision(device, model.dtype):
-            with torch.no_grad():
-                theirs_MC = _final_hidden(model, ids_BT)
-            ours_MC = _final_hidden(self._student, ids_BT)
-            return backward_kl(theirs_MC, model.lm_head, ours_MC, self._student.lm_head)
-
-
-def backward_kl(
-    teacher_MC: Tensor, teacher_head: nn.Module, student_MC: Tensor, student_head: nn.Linear
-) -> Tensor:
-    """Mean KL(teacher || student) over M positions, detached, its gradients added to all that asks for them.
-
-    Logits exist for one chunk of positions at a time: first each chunk's gradient down to the hidden
-    states, then one backward through the student.
-    """
-    positions = len(student_MC)
-    rows = max(1, LOGIT_BYTES // (4 * student_head.weight.shape[0]))
-    grad_MC = torch.empty_like(student_MC)
-    total = torch.zeros((), device=student_MC.device)
-    for start in range(0, positions, rows):
-        part = slice(start, start + rows)
-        with torch.no_grad():
-            log_p = teacher_head(teacher_MC[part]).float().log_softmax(-1)
-        hidden = student_MC[part].detach().requires_grad_(True)
-        log_q = student_head(hidden).float().log_softmax(-1)
-        loss = (log_p.exp() * (log_p - log_q)).sum() / positions
-        with full_precision(student_MC.device):
-            loss.backward()
-        assert hidden.grad is not None
-        grad_MC[part] = hidden.grad
-        total += loss.detach()
-    with full_precision(student_MC.device):
-        student_MC.backward(grad_MC)
-    return total
-
-
-def _final_hidden(model: HydraHeadForCausalLM, ids_BT: Tensor) -> Tensor:
-    """What the language-model head reads, position after position, [M, C]."""
-    hidden_BTC: Tensor = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return hidden_BTC.flatten(0, 1)

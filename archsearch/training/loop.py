@@ -1,6 +1,7 @@
-"""The one training loop: AdamW, warm-up, cosine decay, clipping, and checkpoints that resume exactly.
+"""The one training loop: AdamW on fp32 masters, warm-up, a final fall of the rate, clipping, checkpoints that resume exactly.
 
-Alignment and distillation differ in the function that turns a batch into gradients, and in nothing else.
+Alignment, distillation and long-context tuning differ in the function that turns a batch into gradients, and in
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ from torch import Tensor, nn
 
 from ..errors import ArchsearchError
 from ..progress import Progress, ignore_progress
+from .masters import MasterOptimizer, Masters
 
 BatchSource = Callable[[int], Iterator[Tensor]]
-"""Gives the batches of token ids [B, T] from a step on, without end; the same ones at every call."""
+"""Gives the batches of token ids [B, T], on the CPU, from a step on, without end; the same ones at every call."""
 
 LossStep = Callable[[Tensor], Tensor]
 """Adds a batch's gradients to the parameters and returns its detached scalar loss, on the device."""
 
-BETAS = (0.9, 0.95)
+StepHook = Callable[[int, int], None]
+"""Called before each step with (steps done, steps in all): for what changes in the model as it trains."""
+
 LOG_ROWS = 50
-"""About how often a run reads its loss: on a GPU each time waits for all queued work."""
+"""About how many losses a run keeps."""
+READ_SECONDS = 0.5
+"""Least time between two readings of losses off a GPU: each one waits for all queued work."""
 
 
 class NonFiniteLoss(ArchsearchError):
@@ -34,29 +40,51 @@ class NonFiniteLoss(ArchsearchError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and at which rates to train; the rate ends at final_share of learning_rate."""
+    """Which steps to take at which rates: linear warm-up, constant, then half a cosine down to final_share.
+
+    start is the step at which this run began, and warms up: those before it were another's. steps counts from 0.
+    """
 
     steps: int
     learning_rate: float
     warmup_steps: int = 0
     final_share: float = 0.01
     clip_norm: float = 1.0
+    decay_steps: int | None = None
+    """The last steps, over which the rate falls; all after the warm-up where not given, 0 for none."""
+    start: int = 0
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then half a cosine."""
-        warmup = min(self.warmup_steps, self.steps // 2)
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        done = (step - warmup) / max(1, self.steps - warmup)
+        """Learning rate of a step."""
+        warm = self.start + min(self.warmup_steps, (self.steps - self.start) // 2)
+        if step < warm:
+            return self.learning_rate * (step - self.start + 1) / (warm - self.start)
+        # The last step at the full rate, from which it falls.
+        top = warm if self.decay_steps is None else max(warm, self.steps - self.decay_steps - 1)
+        if step <= top or self.decay_steps == 0:
+            return self.learning_rate
+        done = (step - top) / (self.steps - top)
         share = self.final_share + (1 - self.final_share) * (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * share
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A TrainingState at one moment, copied; tensors are flat, one a clip group."""
+
+    step: int
+    num_losses: int
+    masters: list[Tensor]
+    moments: list[dict[str, Tensor]]
+    updates: list[int]
+
+
 @dataclass
 class TrainingState:
-    """All that a step changes: the parameters, their AdamW moments, the steps done, the losses read.
+    """All that a step changes: the parameters with their fp32 masters, AdamW's moments, the steps done, the losses read.
 
-    clip_groups are clipped to the plan's norm each on its own; together they hold every parameter once.
+    Nobody else may change the parameters while train runs. clip_groups are clipped to the plan's norm each on its own;
+    together they hold every parameter once.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -64,15 +92,40 @@ class TrainingState:
     step: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
     """(steps done, mean loss since the row before)."""
-    optimizer: torch.optim.AdamW = field(init=False)
+    optimizer: MasterOptimizer = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.parameters:
             raise ValueError("there is no parameter to train")
-        self.clip_groups = self.clip_groups or [list(self.parameters.values())]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
+        groups = self.clip_groups or [list(self.parameters.values())]
+        self.optimizer = MasterOptimizer([Masters(group) for group in groups])
+
+    def snapshot(self) -> Snapshot:
+        """A copy to restore."""
+        optimizer = self.optimizer
+        moments = [optimizer.moments(group) for group in optimizer.groups]
+        return Snapshot(
+            self.step,
+            len(self.losses),
+            [group.flat.detach().clone() for group in optimizer.groups],
+            [{name: value.clone() for name, value in found.items()} for found in moments],
+            [optimizer.updates(group) for group in optimizer.groups],
         )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes back to a snapshot of this state."""
+        self.step = snapshot.step
+        del self.losses[snapshot.num_losses :]
+        for group, flat, moments, updates in zip(
+            self.optimizer.groups,
+            snapshot.masters,
+            snapshot.moments,
+            snapshot.updates,
+            strict=True,
+        ):
+            group.flat.data.copy_(flat)
+            self.optimizer.restore(group, moments, updates)
+            group.give_values()
 
 
 SaveState = Callable[[TrainingState], None]
@@ -84,40 +137,40 @@ def train(
     loss_step: LossStep,
     batches: BatchSource,
     *,
+    until: int | None = None,
     save: SaveState | None = None,
     save_seconds: float = math.inf,
+    before_step: StepHook | None = None,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Trains from state.step to plan.steps; calls save about every save_seconds.
+    """Trains from state.step to plan.steps, or to `until` before that; calls save about every save_seconds.
 
     A state that was saved and loaded goes on to the same result as one that was never interrupted.
-    Progress counts steps. Raises NonFiniteLoss, before anything non-finite is saved.
+    Progress counts steps, on a GPU as they are queued. Raises NonFiniteLoss, before anything non-finite is saved.
     """
+    last = plan.steps if until is None else min(until, plan.steps)
     watch = _LossWatch(state, every=max(1, plan.steps // LOG_ROWS))
+    for group in state.optimizer.groups:
+        group.take_values()
     stream = batches(state.step)
     saved = time.monotonic()
     progress(state.step, plan.steps)
-    while state.step < plan.steps:
-        for group in state.optimizer.param_groups:
-            group["lr"] = plan.rate(state.step)
-        state.optimizer.zero_grad(set_to_none=True)
+    while state.step < last:
+        if before_step is not None:
+            before_step(state.step, plan.steps)
         loss = loss_step(next(stream))
-        norms = [_clip(group, plan.clip_norm) for group in state.clip_groups]
-        state.optimizer.step()
+        norms_G = state.optimizer.update(plan.rate(state.step), plan.clip_norm)
         state.step += 1
-        watch.add(loss, norms)
-        if watch.due(plan.steps):
-            watch.read()
+        watch.add(loss, norms_G)
+        if watch.due(last):
+            watch.end_row()
             progress(state.step, plan.steps)
         if save is not None and time.monotonic() - saved >= save_seconds:
             # The losses since the last row are lost to the log of a resumed run, not to its weights.
             watch.check()
             save(state)
             saved = time.monotonic()
-
-
-def _clip(group: Sequence[nn.Parameter], norm: float) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(group, norm, foreach=True)
+    watch.check()
 
 
 class _LossWatch:
@@ -127,40 +180,65 @@ class _LossWatch:
         self._state = state
         self._every = every
         self._sum: Tensor | None = None
-        self._steps = 0
+        self._first = state.step + 1
+        self._rows: list[tuple[int, int, Tensor]] = []
+        self._read = time.monotonic()
 
-    def add(self, loss: Tensor, norms: Sequence[Tensor]) -> None:
+    def add(self, loss: Tensor, norms_G: Tensor) -> None:
         # Zero times a norm is zero, or NaN where the norm is not finite.
-        row = loss.float() + 0.0 * torch.stack(list(norms)).sum()
+        row = loss.float() + 0.0 * norms_G.sum()
         self._sum = row if self._sum is None else self._sum + row
-        self._steps += 1
 
-    def due(self, steps: int) -> bool:
-        return self._state.step % self._every == 0 or self._state.step == steps
+    def due(self, last: int) -> bool:
+        return self._state.step % self._every == 0 or self._state.step == last
 
-    def check(self) -> float:
-        """Mean loss since the last row. Raises NonFiniteLoss."""
-        mean = float(self._sum) / self._steps if self._sum is not None else 0.0
-        if not math.isfinite(mean):
-            first = self._state.step - self._steps + 1
-            raise NonFiniteLoss(
-                f"the loss or its gradient is not finite between steps {first} and "
-                f"{self._state.step}; a lower learning_rate may help"
-            )
-        return mean
+    def end_row(self) -> None:
+        assert self._sum is not None
+        self._rows.append((self._first, self._state.step, self._sum))
+        waits = self._sum.device.type != "cpu"
+        self._sum, self._first = None, self._state.step + 1
+        if not waits or time.monotonic() - self._read >= READ_SECONDS:
+            self.check()
 
-    def read(self) -> None:
-        self._state.losses.append((self._state.step, self.check()))
-        self._sum, self._steps = None, 0
+    def check(self) -> None:
+        """Reads what there is into the state's losses. Raises NonFiniteLoss."""
+        rows = list(self._rows)
+        if self._sum is not None:
+            rows.append((self._first, self._state.step, self._sum))
+        sums = torch.stack([total for _, _, total in rows]).tolist() if rows else []
+        for (first, last, _), total in zip(rows, sums, strict=True):
+            if not math.isfinite(total):
+                raise NonFiniteLoss(
+                    f"the loss or its gradient is not finite between steps {first} and {last}; "
+                    "a lower learning_rate may help"
+                )
+        done = zip(self._rows, sums, strict=False)
+        self._state.losses += [
+            (last, total / (last - first + 1)) for (first, last, _), total in done
+        ]
+        self._rows.clear()
+        self._read = time.monotonic()
 
 
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
     """bf16 matmuls on a GPU, and wherever the frozen weights are bf16; plain fp32 otherwise.
 
-    Trained weights stay fp32 in either case.
+    For fp32 weights that are trained beside frozen ones of that dtype.
     """
-    enabled = device.type == "cuda" or dtype == torch.bfloat16
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=product_dtype(device, dtype) == torch.bfloat16
+    )
+
+
+def native_precision(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """For a model all of whose weights are of one dtype: as it is, but an fp32 one multiplies in bf16 on a GPU."""
+    enabled = device.type == "cuda" and dtype == torch.float32
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What a model of that dtype is multiplied in."""
+    return torch.bfloat16 if device.type == "cuda" else dtype
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:

@@ -25,7 +25,8 @@ from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import byte_tokenizer, load_teacher
 from archsearch.search import trial
 from archsearch.search.records import TrialResult, TrialSpec, trained_path
-from archsearch.search.trial import TrialWorker, load_trained
+from archsearch.search.trained import load_trained
+from archsearch.search.trial import TrialWorker
 
 LENGTH = 512
 
