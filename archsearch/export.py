@@ -41,7 +41,7 @@ tags: [hydrahead, linear-attention, hybrid]
 
 {counts} of {total} query heads ({layers} layers of {heads}). `head_map.json` says which operator each head
 runs: F full attention, G Gated DeltaNet, N Native Hybrid Attention. A KV cache is kept only for KV heads that an F
-head reads; the others keep a state of fixed size.
+head reads; the others keep a state of fixed size. {positions}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,7 +95,7 @@ def export(
     head_map.save(directory / "head_map.json")
     facts = json.dumps(provenance, indent=1, sort_keys=True, default=str)
     (directory / "provenance.json").write_text(facts + "\n")
-    (directory / "README.md").write_text(_readme(head_map, facts))
+    (directory / "README.md").write_text(_readme(head_map, model.config.fa, facts))
 
 
 def check_directory(directory: Path) -> None:
@@ -140,7 +140,17 @@ def _save_model(model: HydraHeadForCausalLM, directory: Path) -> None:
         model.config = original
 
 
-def _readme(head_map: HeadMap, provenance: str) -> str:
+def _positions(fa: dict[str, Any]) -> str:
+    """How full-attention heads see positions, and what that means for long inputs."""
+    scale = " and queries scaled with the logarithm of their position" if fa["log_scale"] else ""
+    if fa["rope_share"] == 1:
+        return f"F heads have RoPE{scale}."
+    if fa["rope_share"] > 0:
+        return f"F heads have {fa['rope_share']:.3g} of RoPE's angles{scale}."
+    return f"F heads have no RoPE (NoPE){scale}: max_position_embeddings, which is the teacher's window, does not bound them."
+
+
+def _readme(head_map: HeadMap, fa: dict[str, Any], provenance: str) -> str:
     letters = "".join(head_map.layers)
     counts = ", ".join(
         f"{letters.count(op.value)} {op.name}" for op in Operator if op.value in letters
@@ -153,6 +163,7 @@ def _readme(head_map: HeadMap, provenance: str) -> str:
     return README.format(
         operators="\n".join(operators),
         counts=counts,
+        positions=_positions(fa),
         total=shape.total_heads,
         layers=shape.num_layers,
         heads=shape.num_heads,
