@@ -19,6 +19,7 @@ from .cache import KeyValueStore
 from .configuration_hydrahead import HydraHeadConfig
 from .dispatch import attend, fuse_and_scatter, norm_and_rotate
 from .fusion import HeadIndex, LinearHeads, RMSNorm, head_rows
+from .packing import Documents
 from .positions import FullPositions
 from .rotary import PositionEmbeddings
 
@@ -27,20 +28,31 @@ class Mask(NamedTuple):
     """What attention may look at, beyond plain causality from an empty cache.
 
     valid_BT: which of the new tokens are no padding; None where all are. pairs_B1TS: which key each query may see;
-    None for plain causality over the new tokens (or, with one new token, everything).
+    None for plain causality over the new tokens (or, with one new token, everything). documents: those that are packed
+    into the rows.
     """
 
     valid_BT: Tensor | None = None
     pairs_B1TS: Tensor | None = None
+    documents: Documents | None = None
 
 
 def build_mask(
-    attention_mask: Tensor | None, num_new: int, num_past: int, device: torch.device
+    attention_mask: Tensor | None,
+    num_new: int,
+    num_past: int,
+    device: torch.device,
+    documents: Documents | None = None,
 ) -> Mask:
     """The Mask for num_new tokens after num_past cached ones, from a 2D mask [B, past + new] or None.
 
-    Every query may see itself, so that rows of padding stay finite. Raises ValueError for other mask shapes.
+    Every query may see itself, so that rows of padding stay finite. Raises ValueError for other mask shapes, and for
+    packed documents with padding or after cached tokens.
     """
+    if documents is not None:
+        if attention_mask is not None or num_past:
+            raise ValueError("packed documents (cu_seqlens) take neither attention_mask nor cache")
+        return Mask(pairs_B1TS=documents.pairs(), documents=documents)
     total = num_past + num_new
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[1] != total:

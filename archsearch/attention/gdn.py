@@ -19,6 +19,7 @@ from .cache import GatedDeltaState
 from .configuration_hydrahead import HydraHeadConfig
 from .dispatch import fuse_and_scatter, gated_delta_net, norm_and_rotate
 from .fusion import HeadIndex, LinearHeads, RMSNorm
+from .packing import Documents
 from .rotary import PositionEmbeddings
 
 CONV_WIDTH = 4
@@ -99,19 +100,24 @@ class GatedDeltaHeads(nn.Module):
         valid_BT: Tensor | None = None,
         state: GatedDeltaState | None = None,
         *,
+        documents: Documents | None = None,
         fused: bool = True,
     ) -> Tensor | LinearHeads:
         """Head outputs [B, T, n, D]; reads and replaces state. Padding (valid_BT False) leaves the memory alone.
 
-        fused=False leaves the steps after the recurrence to the caller, who has other heads to put beside these.
+        documents are packed into the rows, each with a memory of its own. fused=False leaves the steps after the
+        recurrence to the caller, who has other heads to put beside these.
         """
-        q, k, v = self._project(x_BTC, position_embeddings, valid_BT, state)
+        q, k, v = self._project(x_BTC, position_embeddings, valid_BT, state, documents)
         a_BTn, b_BTn = self.a_proj(x_BTC), self.b_proj(x_BTC)
         if valid_BT is not None:
             # Neither decay nor writing.
             a_BTn, b_BTn = (
                 x.masked_fill(~valid_BT[..., None], float("-inf")) for x in (a_BTn, b_BTn)
             )
+        if documents is not None:
+            # The operator takes sequences of several lengths in a single row.
+            q, k, v, a_BTn, b_BTn = (x.flatten(0, 1)[None] for x in (q, k, v, a_BTn, b_BTn))
         o_BTnD, memory = gated_delta_net(
             q,
             k,
@@ -121,8 +127,10 @@ class GatedDeltaHeads(nn.Module):
             self.A_log,
             self.dt_bias,
             initial_state=None if state is None else state.memory_BnDD,
+            cu_seqlens=None if documents is None else documents.bounds_N,
             output_final_state=state is not None,
         )
+        o_BTnD = o_BTnD.view(*x_BTC.shape[:2], self.num_heads, self.head_dim)
         if state is not None:
             state.memory_BnDD = memory
         heads = LinearHeads(
@@ -140,20 +148,26 @@ class GatedDeltaHeads(nn.Module):
         position_embeddings: PositionEmbeddings,
         valid_BT: Tensor | None,
         state: GatedDeltaState | None,
+        documents: Documents | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (before their L2 norm) and v, each [B, T, n, D]."""
         shape = (*x_BTC.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (p(x_BTC).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.conv_weight is not None:
-            q, k, v = self._convolve(torch.stack((q, k, v), dim=3), valid_BT, state).unbind(3)
+            joined = torch.stack((q, k, v), dim=3)
+            q, k, v = self._convolve(joined, valid_BT, state, documents).unbind(3)
         tables = position_embeddings if self.rope else None
         q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, tables)
         return q, k, v
 
     def _convolve(
-        self, x_BTn3D: Tensor, valid_BT: Tensor | None, state: GatedDeltaState | None
+        self,
+        x_BTn3D: Tensor,
+        valid_BT: Tensor | None,
+        state: GatedDeltaState | None,
+        documents: Documents | None,
     ) -> Tensor:
-        """x plus its causal depthwise convolution over tokens; padding counts as zeros, as before the first token."""
+        """x plus its causal depthwise convolution over tokens; padding counts as zeros, as before a document's first token."""
         assert self.conv_weight is not None
         if valid_BT is not None:
             x_BTn3D = x_BTn3D.masked_fill(~valid_BT[..., None, None, None], 0.0)
@@ -165,4 +179,8 @@ class GatedDeltaHeads(nn.Module):
             state.conv_BTn3D = extended[:, -(CONV_WIDTH - 1) :]
         weight_n3DW, tokens = self.conv_weight.to(x_BTn3D.dtype), x_BTn3D.shape[1]
         taps = [extended[:, i : i + tokens] * weight_n3DW[..., i] for i in range(CONV_WIDTH)]
+        if documents is not None:
+            back = reversed(range(CONV_WIDTH))
+            inside = [(documents.positions_BT >= count)[..., None, None, None] for count in back]
+            taps = [tap * reached for tap, reached in zip(taps, inside, strict=True)]
         return x_BTn3D + torch.stack(taps).sum(0)

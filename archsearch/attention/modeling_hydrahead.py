@@ -28,6 +28,7 @@ from .fusion_backends import FusionCall as _FusionCall  # noqa: F401 - see below
 from .gdn import GatedDeltaHeads
 from .gdn_backends import GatedDeltaCall as _GatedDeltaCall  # noqa: F401 - see below
 from .nha import Lent, NativeHybridHeads
+from .packing import Documents
 from .positions import FullPositions, full_positions, set_rope_share
 from .prologue_backends import PrologueCall as _PrologueCall  # noqa: F401 - see below
 from .requirements import leaves_steps as _leaves_steps  # noqa: F401 - see below
@@ -91,12 +92,21 @@ class HybridAttention(nn.Module):
             state = None if cache is None else cache.gdn
             # NHA heads, which the fusion's kernel does not read, are put in their places after it.
             together = self.full is not None and self.nha is None
-            own = self.gdn(x_BTC, position_embeddings, mask.valid_BT, state, fused=not together)
+            own = self.gdn(
+                x_BTC,
+                position_embeddings,
+                mask.valid_BT,
+                state,
+                documents=mask.documents,
+                fused=not together,
+            )
             if together:
                 return fuse_and_scatter(branches[0], own, self._order)
             branches.append(own)
         if self.nha is not None:
             window = None if cache is None else cache.nha
+            if mask.documents is not None:
+                raise ValueError("NHA heads take no packed documents (cu_seqlens)")
             branches.append(self.nha(x_BTC, position_embeddings, mask.valid_BT, window, lent))
         return scatter_heads(branches, self._order)
 
@@ -215,6 +225,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cache: HydraHeadCache | None = None,
+        cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -223,8 +234,10 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
 
         attention_mask [B, past + T] is 1 for tokens and 0 for padding, which must be on the left once a cache is
         in use. Without position_ids, positions count the tokens that are no padding. A cache is made only with
-        use_cache=True. Raises ValueError for a foreign cache, for attention weights, and where not exactly one of
-        input_ids and inputs_embeds is given.
+        use_cache=True. cu_seqlens: bounds of documents that are packed into the rows and do not see each other, of all
+        rows laid end to end, int32 [N + 1]; positions then count within a document. Raises ValueError for a foreign
+        cache, for attention weights, for packed documents with padding, a cache or NHA heads, and where not exactly
+        one of input_ids and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -235,7 +248,11 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         hidden_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(cache if past_key_values is None else past_key_values, use_cache)
         past, tokens = 0 if cache is None else cache.get_seq_length(), hidden_BTC.shape[1]
-        mask = build_mask(attention_mask, tokens, past, hidden_BTC.device)
+        documents = None
+        if cu_seqlens is not None:
+            documents = Documents.of(cu_seqlens, *hidden_BTC.shape[:2])
+            position_ids = documents.positions_BT if position_ids is None else position_ids
+        mask = build_mask(attention_mask, tokens, past, hidden_BTC.device, documents)
         embeddings, positions = self._positions(position_ids, attention_mask, past, hidden_BTC)
         states = [hidden_BTC]
         for index, layer in enumerate(self.layers):
@@ -325,6 +342,7 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: HydraHeadCache | None = None,
+        cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
@@ -332,7 +350,7 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         """Logits [B, T, vocabulary] as CausalLMOutputWithPast, with the next-token loss where labels are given.
 
         logits_to_keep: the number of last positions, or their indices; 0 keeps all. labels [B, T] equal the input,
-        with -100 where there is no loss. The rest is as in HydraHeadModel.forward.
+        with -100 where there is no loss; of packed documents (cu_seqlens) the first token never has one. The rest is as in HydraHeadModel.forward.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -342,9 +360,13 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cache=cache,
+            cu_seqlens=cu_seqlens,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
+        if labels is not None and cu_seqlens is not None:
+            documents = Documents.of(cu_seqlens, *labels.shape)
+            labels = labels.masked_fill(documents.positions_BT == 0, -100)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         output = CausalLMOutputWithPast(
