@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 WORKER = (sys.executable, "-P", "-m", "archsearch.kernel_proofs")
 TICK_SECONDS = 0.5
+SHOWN = 3
+"""Jobs that are named while they are waited for."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ class KernelReport:
 
     def _result(self, future: Future[T], waiting: Callable[[str], None]) -> T:
         while not wait([future], TICK_SECONDS).done:
-            running = self._workers.running()
-            waiting(", ".join(f"{name} ({seconds:.0f} s)" for name, seconds in running))
+            running = [f"{name} ({seconds:.0f} s)" for name, seconds in self._workers.running()]
+            more = f" and {len(running) - SHOWN} more" if len(running) > SHOWN else ""
+            waiting(", ".join(running[:SHOWN]) + more)
         return future.result()
 
     def _shown(self, name: str) -> list[str]:
