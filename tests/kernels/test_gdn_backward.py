@@ -90,7 +90,9 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 63, 64, 65, 129, 200])
 def test_lengths(tokens: int, dtype: torch.dtype) -> None:
-    check(Inputs(tokens, dtype, dim=32, num_states=1))
+    # The gradient of a is a sum of large terms: among a few of them one may by chance be next to zero.
+    batch = 8 if tokens < 8 else 1
+    check(Inputs(tokens, dtype, batch, dim=32, num_states=batch))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -164,6 +164,7 @@ def link(
     D: tl.constexpr,
     V: tl.constexpr,
     K: tl.constexpr,
+    FEW: tl.constexpr,
     BACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -179,24 +180,47 @@ def link(
     p = tl.arange(0, K)
     start = tl.load(first_rows + sequence)
     stop = tl.load(first_rows + sequence + 1)
-    for step in tl.range(start + 1, stop - 1):
-        row = start + stop - 1 - step if BACK else step
-        place = row * heads + head
-        if tl.load(reach + place) > -FORGOTTEN:
-            state = read_state(states, place, column, D, V)
-            rows = maps + place.to(tl.int64) * (D * D)
-            neighbour = place + heads if BACK else place - heads
-            linked = states + neighbour.to(tl.int64) * (D * D) + column
-            for part in tl.range(0, D, K):
-                if BACK:
-                    m = tl.load(rows + (part + p)[None, :] * D + d[:, None])
-                else:
-                    m = tl.load(rows + d[:, None] * D + (part + p)[None, :])
-                other = tl.load(linked + (part + p)[:, None] * D + tl.arange(0, V)[None, :])
-                state = tl.dot(m, other, acc=state, input_precision=PRECISION)
-            write_state(states, state, place, column, D, V)
-            # The next row reads what other threads of this program have just written.
-            tl.debug_barrier()
+    # Among a few segments it is soon seen that none hands anything on.
+    few = start + 1 + tl.arange(0, FEW)
+    far = tl.load(reach + few * heads + head, mask=few < stop - 1, other=float("-inf"))
+    linked = (stop - 1 - start > FEW) | (tl.max(far, axis=0) > -FORGOTTEN)
+    if not linked:
+        return
+    if K == D:
+        first = (stop - 1 if BACK else start) * heads + head
+        state = tl.trans(read_state(states, first, column, D, V))
+        for step in tl.range(start + 1, stop - 1):
+            row = start + stop - 1 - step if BACK else step
+            place = row * heads + head
+            known = tl.where(tl.load(reach + place) > -FORGOTTEN, D, 0)
+            map_at = maps + place.to(tl.int64) * (D * D) + (d[:, None] * D + p[None, :])
+            m = tl.load(map_at, mask=(d < known)[:, None], other=0.0)
+            own = tl.trans(read_state(states, place, column, D, V))
+            m = m if BACK else tl.trans(m)
+            state = tl.dot(state, m, acc=own, input_precision=PRECISION)
+            write_state(states, tl.trans(state), place, column, D, V)
+    else:
+        # A wide map comes in parts of K columns, and the neighbour's state from memory.
+        for step in tl.range(start + 1, stop - 1):
+            row = start + stop - 1 - step if BACK else step
+            place = row * heads + head
+            if tl.load(reach + place) > -FORGOTTEN:
+                state = read_state(states, place, column, D, V)
+                rows = maps + place.to(tl.int64) * (D * D)
+                neighbour = place + heads if BACK else place - heads
+                other = (
+                    states + neighbour.to(tl.int64) * (D * D) + column + tl.arange(0, V)[None, :]
+                )
+                for part in tl.range(0, D, K):
+                    if BACK:
+                        m = tl.load(rows + (part + p)[None, :] * D + d[:, None])
+                    else:
+                        m = tl.load(rows + d[:, None] * D + (part + p)[None, :])
+                    there = tl.load(other + (part + p)[:, None] * D)
+                    state = tl.dot(m, there, acc=state, input_precision=PRECISION)
+                write_state(states, state, place, column, D, V)
+                # The next row reads what other threads of this program have just written.
+                tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=RUN_TIME_COUNTS, do_not_specialize_on_alignment=UNALIGNED)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,8 +24,15 @@ COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
 """Columns of the state in one program, by head_dim: a tile of the state takes at most 64 registers a thread."""
 WIDE_COLUMNS = COLUMNS | {128: 128}
 """The same for the backward pass's ways over all chunks, whose stores are worth loading each tile once."""
+NEWER_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
+ATTEND_COLUMNS = COLUMNS | ({128: 128} if NEWER_TRITON else {})
+"""Columns in one program of `attend` in bf16: what Triton 3.7.1 makes of 64 is 18% slower than what 3.6 makes of them."""
 LINK_COLUMNS = 16
 """Fewer columns a program for `link`, which has few programs and waits for each product."""
+LINK_WHOLE, LINK_PART = 128, 32
+"""head_dim up to which a map fits into shared memory, in fp32, and how many columns of a wider one are read at once."""
+FEW_SEGMENTS = 64
+"""Segments of a sequence up to which one load tells whether any hands its state on."""
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of the state pass that a multiprocessor runs at once, by their registers and shared memory."""
@@ -32,7 +40,7 @@ PROGRAMS_PER_PROCESSOR = 2
 LAUNCH: dict[str, dict[str, int]] = {
     "transform": {"num_stages": 1, "maxnreg": 128},
     "summarize": {"num_stages": 2},
-    "link": {"num_stages": 2},
+    "link": {"num_warps": 8, "num_stages": 2},
     "attend": {"num_stages": 2},
 }
 """How bf16 kernels are compiled. maxnreg: four programs a multiprocessor are worth a few spilled registers."""
@@ -285,12 +293,17 @@ def link(call: Call, states: Tensor, maps: Tensor, reach: Tensor, *, back: bool)
         call.heads,
         D=call.dim,
         V=columns,
-        K=min(call.dim, 32),
+        K=call.dim if call.dim <= LINK_WHOLE else LINK_PART,
+        FEW=FEW_SEGMENTS,
         BACK=back,
-        PRECISION="tf32x3",
-        num_warps=4,
-        **LAUNCH["link"],
+        **_link_options(call),
     )
+
+
+def _link_options(call: Call) -> dict[str, Any]:
+    launch = LAUNCH["link"]
+    stages = min(launch["num_stages"], _most_stages(call.q_BTHD.device))
+    return {**launch, "num_stages": stages, "PRECISION": PRECISION[call.q_BTHD.dtype]}
 
 
 _seen: set[tuple[object, ...]] = set()
@@ -309,8 +322,9 @@ def variant(call: Call) -> tuple[object, ...]:
 
 
 def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | None) -> None:
-    plan = call.plan
-    kernels.attend[(plan.num_segments * call.heads * call.blocks,)](
+    is_bf16 = call.q_BTHD.dtype == torch.bfloat16
+    plan, columns = call.plan, (ATTEND_COLUMNS if is_bf16 else COLUMNS)[call.dim]
+    kernels.attend[(plan.num_segments * call.heads * (call.dim // columns),)](
         call.q_BTHD,
         call.k_BTGD,
         call.v_BTGD,
@@ -331,8 +345,8 @@ def _attend(call: Call, ends: Tensor | None, o_BTnD: Tensor, final: Tensor | Non
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
         o_BTnD.stride(0),
-        V=COLUMNS[call.dim],
-        **call.options(LAUNCH["attend"], COLUMNS[call.dim]),
+        V=columns,
+        **call.options(LAUNCH["attend"], columns),
     )
 
 
