@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..metrics import UNSEEN, metric_name
 from .general import GENERAL
 from .niah import Misaligned, Pair, Probe, align
-from .prompts import NUMBERS, Style, compose, start_tokens
+from .prompts import NUMBERS, Style, compose, encode, start_tokens
 from .scenes import SCENES
 from .unseen import PASSWORDS
 
@@ -100,6 +100,9 @@ def _first_aligned(
             probe = align(tokenizer, pair, kind, context)
         except Misaligned as error:
             reason = f"{error.field} has {error.problem}"
+            # Numbers that it lacks are a matter of probes.digits; made-up words come in one length.
+            if kind.startswith(UNSEEN):
+                unknown = unknown or tokenizer.unk_token_id in encode(tokenizer, pair.answer)
             continue
         if not _unknown(tokenizer, probe):
             return probe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from archsearch.config import TextConfig
-from archsearch.data.corpora import load_tokens, training_batches
+from archsearch.data.corpora import (
+    Packed,
+    load_text,
+    load_tokens,
+    packed_batches,
+    training_batches,
+)
 from archsearch.data.sampling import Tokens, draw_tokens
 from archsearch.errors import ConfigError
 from tests.random_models import random_teacher
@@ -174,3 +180,69 @@ def test_training_batches_refuse_pools_that_do_not_fit(
 ) -> None:
     with pytest.raises(ValueError, match="rows"):
         training_batches(text, retrieval, niah_share=share, batch_sequences=2, seed=0)
+
+
+def test_load_text_says_where_documents_start(tmp_path: Path) -> None:
+    path = _write_jsonl(tmp_path / "a.jsonl", [ALPHABET[:3], ALPHABET[3:5], ALPHABET])
+    text = TextConfig(source="file", path=str(path))
+    options = {"length": 4, "seed": 0}
+    packed = load_text(text, TOKENIZER, None, sequences=3, **options)
+    assert packed.starts is not None
+    stream = [*IDS[:3], END, *IDS[3:5], END, *IDS, END]
+    assert packed.rows.flatten().tolist() == stream[:12]
+    assert np.flatnonzero(packed.starts.flatten()).tolist() == [0, 4, 7]
+    later = load_text(text, TOKENIZER, None, sequences=1, skip=1, **options)
+    assert later.starts is not None
+    assert later.starts.tolist() == packed.starts[1:2].tolist()
+
+
+def test_load_text_knows_no_documents_in_plain_text_arrays_and_drawn_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("badger beaver bison\n")
+    np.save(tmp_path / "a.npy", np.zeros((1, 3), dtype=np.uint16))
+    for name in ("a.txt", "a.npy"):
+        text = TextConfig(source="file", path=str(tmp_path / name))
+        assert load_text(text, TOKENIZER, None, sequences=1, length=3, seed=0).starts is None
+    teacher = random_teacher()
+    drawn = load_text(TextConfig(), teacher.tokenizer, teacher, sequences=1, length=3, seed=0)
+    assert drawn.starts is None
+
+
+STARTS = np.random.default_rng(0).random(TEXT.shape) < 0.5
+
+
+def _take_packed(count: int, **options: float) -> list[tuple[list[list[int]], list[list[bool]]]]:
+    arguments = {"batch_sequences": 4, "seed": 0, "niah_share": 0.3} | options
+    batches = packed_batches(Packed(TEXT, STARTS), Packed(RETRIEVAL), **arguments)  # type: ignore[arg-type]
+    return [(b.input_ids.tolist(), b.starts.tolist()) for b in islice(batches, count)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_packed_batches_are_the_training_batches_with_their_starts(share: float) -> None:
+    found = _take_packed(12, niah_share=share)
+    assert [ids for ids, _ in found] == _take(12, niah_share=share)
+    assert found[5:] == _take_packed(7, niah_share=share, start_step=5)
+    known = {tuple(row): starts for row, starts in zip(TEXT.tolist(), STARTS.tolist(), strict=True)}
+    for ids, starts in found:
+        for row, begins in zip(ids, starts, strict=True):
+            inside = known.get(tuple(row), [False] * len(row))
+            # A row begins something, whatever it holds.
+            assert begins == [True, *inside[1:]]
+
+
+def test_packed_batches_need_no_starts_and_no_prompts() -> None:
+    batch = next(packed_batches(Packed(TEXT), batch_sequences=3, seed=0))
+    assert torch.equal(batch.input_ids, next(training_batches(TEXT, batch_sequences=3, seed=0)))
+    assert batch.starts.tolist() == [[True, False]] * 3
+    with pytest.raises(ValueError, match="rows"):
+        packed_batches(Packed(TEXT[:0]), batch_sequences=2, seed=0)
+
+
+def test_cu_seqlens_are_the_bounds_of_documents() -> None:
+    batches = packed_batches(Packed(TEXT, STARTS), batch_sequences=5, seed=0)
+    for batch in islice(batches, 4):
+        bounds = batch.cu_seqlens()
+        assert bounds.dtype == torch.int32
+        parts = [batch.input_ids.flatten()[a:b] for a, b in pairwise(bounds)]
+        assert torch.equal(torch.cat(parts), batch.input_ids.flatten())
+        assert all(len(part) > 0 for part in parts)
+        assert len(parts) == int(batch.starts.sum())

@@ -1,10 +1,13 @@
 """Text from files and data sets: what is read, and what malformed input says."""
 
 from __future__ import annotations
+import __future__
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,3 +129,26 @@ def test_datasets_errors_are_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", _Datasets(reachable=False))
     with pytest.raises(EnvironmentFault, match=r"a/b: cannot be read .*no route"):
         list(open_corpus(TextConfig(source="datasets", name="a/b"), None).texts)
+
+
+def test_docstrings_are_long_texts_of_the_standard_library() -> None:
+    corpus = open_corpus(TextConfig(source="docstrings"), None)
+    texts = list(islice(corpus.texts, 40))
+    assert corpus.separate
+    assert corpus.name == f"docstrings of Python {sys.version_info.major}.{sys.version_info.minor}"
+    assert all(len(text) >= 200 for text in texts)
+    assert texts == list(islice(open_corpus(TextConfig(source="docstrings"), None).texts, 40))
+    assert texts[0] == inspect.getdoc(__future__)
+
+
+def test_docstrings_pass_over_files_that_are_no_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "One word after another." * 20
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.py").write_text(f"{text!r}")
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "good.py").write_text(f"def f():\n    {text!r}\n    '\\d'\n")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    found = list(open_corpus(TextConfig(source="docstrings"), None).texts)
+    assert found == [text]

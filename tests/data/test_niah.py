@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from archsearch.data.lexicon import haystack_sentences
 from archsearch.data.niah import Misaligned, Pair, Probe, align, retrieval_rows, stack
 from archsearch.models.teacher import byte_tokenizer
 
@@ -98,6 +101,10 @@ def test_stack_pads_on_the_left_and_points_at_the_answer() -> None:
     corrupt = stack(probes, corrupt=True)
     assert corrupt.input_ids[0].tolist() == [0, 5, 1, 7, 8, 9]
     assert torch.equal(corrupt.positions, batch.positions)
+    right = stack(probes, right=True)
+    assert right.input_ids[2].tolist() == [5, 8, 9, 0, 0, 0]
+    assert right.mask[2].tolist() == [1, 1, 1, 0, 0, 0]
+    assert right.positions.tolist() == [[2, 3], [4, -1], [0, 1]]
 
 
 def test_stack_of_nothing_is_empty() -> None:
@@ -127,3 +134,66 @@ def test_retrieval_rows_answer_every_question_rightly() -> None:
         answers = re.findall(r"Answer: The special magic number for (\w+) is (\d{6})", questions)
         assert dict(answers) == said
         assert len(answers) == (3 if index % 2 else 1)
+
+
+PASSAGES = [
+    f"{verb} {noun}{end}"
+    for verb in ("Seen", "Heard", "Kept")
+    for noun in ("a ship of glass", "no door", "the 3.5 kg stone", "Größe")
+    for end in (". ", "! ", "?\n", "\n\n", '." ')
+]
+
+
+def text_rows(tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> np.ndarray:
+    rng = Random(0)
+    texts = ("".join(rng.choices(PASSAGES, k=length)) for _ in range(count))
+    return np.array([tokenizer(t, add_special_tokens=False)["input_ids"][:length] for t in texts])
+
+
+def test_needles_lie_between_the_passages_of_a_text() -> None:
+    tokenizer = byte_tokenizer()
+    text = text_rows(tokenizer, 3, 1100)
+    rows = retrieval_rows(tokenizer, 6, 1100, keys=3, digits=6, seed=5, text_NT=text, text_share=1)
+    known = [tokenizer.decode(row.tolist()) for row in text]
+    for index, row in enumerate(rows):
+        said = tokenizer.decode(row.tolist())
+        haystack, _, questions = said.partition("Question:")
+        needles = re.findall(r"The special magic number for (\w+) is (\d{6})\.\s", haystack)
+        answers = re.findall(r"Answer: The special magic number for (\w+) is (\d{6})", questions)
+        assert dict(answers) == dict(needles)
+        assert len(needles) == (3 if index % 2 else 1)
+        # Without its needles it is the beginning of one of the texts, to the character.
+        bare = re.sub(r"The special magic number for \w+ is \d{6}\. ?", "", haystack)
+        assert len(bare) > 500
+        [source] = [t for t in known if t.strip().startswith(bare.strip().rstrip("\ufffd"))]
+        # And each stands after the end of a passage.
+        for before in re.split(r"The special magic number for \w+ is \d{6}\. ?", haystack)[:-1]:
+            assert not before or before[-1].isspace()
+        assert source
+
+
+def test_text_takes_its_share_of_the_rows_and_leaves_the_others_as_they_were() -> None:
+    tokenizer = byte_tokenizer()
+    options = {"keys": 2, "digits": 4, "seed": 1}
+    text = text_rows(tokenizer, 4, 600)
+    plain = retrieval_rows(tokenizer, 40, 600, **options)
+    mixed = retrieval_rows(tokenizer, 40, 600, **options, text_NT=text, text_share=0.4)
+    changed = [not np.array_equal(a, b) for a, b in zip(plain, mixed, strict=True)]
+    assert 8 <= sum(changed) <= 24
+    assert any(changed[::2])
+    assert any(changed[1::2])
+    again = retrieval_rows(tokenizer, 40, 600, **options, text_NT=text, text_share=0.4)
+    assert np.array_equal(mixed, again)
+    for none in ({"text_NT": text}, {"text_NT": text[:0], "text_share": 1.0}):
+        assert np.array_equal(plain, retrieval_rows(tokenizer, 40, 600, **options, **none))
+
+
+def test_rows_of_text_are_full_in_any_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    # The words of templates: some tokenizers know no others.
+    words = " ".join(islice(haystack_sentences(Random(0)), 400))
+    ids = tokenizer(words, add_special_tokens=False)["input_ids"][:2400]
+    text = np.array(ids).reshape(2, 1200)
+    rows = retrieval_rows(tokenizer, 4, 1200, keys=2, digits=6, seed=0, text_NT=text, text_share=1)
+    assert rows.shape == (4, 1200)
+    for row in rows:
+        assert tokenizer.decode(row.tolist()).count("magic number") >= 3

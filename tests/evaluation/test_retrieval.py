@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from archsearch.config import ProbeConfig
 from archsearch.data.niah import Probe
 from archsearch.evaluation.retrieval import batches, retrieval
 from archsearch.models.teacher import Teacher
+from archsearch.search.records import prompt_metrics
 from tests.random_models import random_probes, random_teacher
 
 
@@ -125,3 +127,82 @@ def test_batches_stay_within_the_tokens() -> None:
     probes = [p for length in (10, 30, 20, 11) for p in random_probes(1, length=length)]
     groups = list(batches(probes, 50))
     assert [[len(p.prompt) for p in group] for group in groups] == [[10, 11], [20], [30]]
+
+
+def test_several_contexts_and_groups_have_figures_of_their_own() -> None:
+    teacher = random_teacher()
+    probes = [
+        replace(probe, context=context, group=group)
+        for index, (context, group) in enumerate(((32, "a"), (32, "b"), (64, "a"), (64, "a")))
+        for probe in random_probes(2, kind="stations", seed=index)
+    ]
+    probes[0] = replace(probes[0], answer=greedy(teacher, probes[0].prompt, 3))
+    found = retrieval(teacher.model, probes)
+    places = ("", "@32", "@64")
+    names = ("stations", "stations_a", "stations_b")
+    expected = {f"{n}_{f}{p}" for n in names for f in ("nll", "match") for p in places}
+    assert set(found) == expected - {"stations_b_nll@64", "stations_b_match@64"}
+    for name, group in zip(names, ("ab", "a", "b"), strict=True):
+        for place, contexts in zip(places, ((32, 64), (32,), (64,)), strict=True):
+            own = [p for p in probes if p.group in group and p.context in contexts]
+            if f"{name}_nll{place}" not in found:
+                assert not own
+                continue
+            nats = [value for probe in own for value in nll(teacher, probe)]
+            assert found[f"{name}_nll{place}"] == pytest.approx(sum(nats) / len(nats), abs=1e-4)
+    assert found["stations_match@32"] == 1 / 4
+    assert found["stations_a_match@32"] == 1 / 2
+    assert found["stations_match"] == 1 / 8
+
+
+def test_a_context_or_group_alone_goes_without_a_name() -> None:
+    probes = [replace(probe, group="multikey2") for probe in random_probes(2, kind="stations")]
+    found = retrieval(random_teacher().model, probes)
+    assert set(found) == {"stations_nll", "stations_match"}
+
+
+def test_general_prompts_have_no_contexts() -> None:
+    probes = [p for size in (20, 30) for p in random_probes(1, kind="labels", length=size)]
+    found = retrieval(random_teacher().model, probes)
+    assert set(found) == {"labels_nll", "labels_match", "general_nll", "general_match"}
+
+
+def test_metrics_are_those_that_the_config_promises() -> None:
+    """The names that the search waits for are made apart from the ones that a trial reports."""
+    config = ProbeConfig(
+        kinds=("single", "copying", "tracking"), unseen=("single",), contexts=(16, 24)
+    )
+    probes = [
+        replace(probe, context=context)
+        for kind in ("single", "tracking", "unseen_single")
+        for context in (16, 24)
+        for probe in random_probes(1, kind=kind)
+    ]
+    probes += random_probes(1, kind="copying")
+    found = retrieval(random_teacher().model, probes)
+    assert sorted(found) == sorted(prompt_metrics(config))
+
+
+def test_padded_batches_need_no_mask_over_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of T x T a row would take 256 MB at 16,384 tokens."""
+    teacher = random_teacher()
+    seen = []
+    inner = teacher.model.model.forward
+
+    def forward(**given: object) -> object:
+        seen.append(given.get("attention_mask"))
+        return inner(**given)
+
+    monkeypatch.setattr(teacher.model.model, "forward", forward)
+    probes = [p for size in (20, 30) for p in random_probes(1, length=size)]
+    retrieval(teacher.model, probes, batch_tokens=1000)
+    assert seen == [None]
+
+
+def test_prompts_may_go_beyond_the_window() -> None:
+    teacher = random_teacher()
+    window = teacher.model.config.max_position_embeddings
+    [probe] = random_probes(1, length=window + 100)
+    found = retrieval(teacher.model, [probe])
+    nats = nll(teacher, probe)
+    assert found["niah_single_nll"] == pytest.approx(sum(nats) / len(nats), abs=1e-4)
