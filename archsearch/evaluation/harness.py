@@ -14,6 +14,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import HarnessConfig, RunConfig
 from ..errors import ArchsearchError, ConfigError, EnvironmentFault
@@ -140,7 +142,10 @@ def _task_manager(config: HarnessConfig) -> Any:
     with _quiet():
         from lm_eval.tasks import TaskManager
 
-        manager = TaskManager(include_path=None if include is None else str(include))
+        # Reading all of lm-eval's own task files takes 10 s and more.
+        manager = TaskManager(include_path=include and str(include), include_defaults=not include)
+        if not {*config.tasks} <= {*manager.all_tasks}:
+            manager = TaskManager(include_path=include and str(include))
     known = list(manager.all_tasks)
     for task in config.tasks:
         if task not in known:
@@ -156,9 +161,11 @@ def _running(config: HarnessConfig) -> Iterator[None]:
     _allow_remote_code(config.trust_remote_code)
     try:
         yield
-    except (ArchsearchError, MemoryError, RuntimeError):
-        raise  # Too little memory is a RuntimeError of torch, which the caller knows how to name.
+    except (ArchsearchError, MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
+        if "allocate memory" in str(error):  # How torch says that the host has too little.
+            raise
         said = str(error).strip().partition("\n")[0]
         raise EnvironmentFault(
             f"{FIELD}: {', '.join(config.tasks)}: {type(error).__name__}: {said}"
