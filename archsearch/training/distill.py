@@ -69,7 +69,7 @@ def distill(
             )
             at_fork(state.step)
         train(state, plan, loss, batches, before_step=before_step, progress=progress)
-        return _outcome(state, steps * batch_tokens, steps, started)
+        return outcome(state, steps * batch_tokens, steps, started)
 
 
 def plan_of(
@@ -101,7 +101,8 @@ def student_loss(
     return StudentLoss(student, logits, weights, end_token=end_token)
 
 
-def _outcome(state: TrainingState, tokens: int, steps: int, started: float) -> Distillation:
+def outcome(state: TrainingState, tokens: int, steps: int, started: float) -> Distillation:
+    """What a finished run did; started is of time.monotonic."""
     return Distillation(
         tokens=tokens,
         steps=steps,

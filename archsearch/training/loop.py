@@ -26,7 +26,7 @@ LossStep = Callable[[Tensor], Tensor]
 """Adds a batch's gradients to the parameters and returns its detached scalar loss, on the device."""
 
 StepHook = Callable[[int, int], None]
-"""Called before each step with (steps done, steps in all): for what changes in the model as it trains."""
+"""Called before each step, and after the last one, with (steps done, steps in all): for what changes in the model itself."""
 
 LOG_ROWS = 50
 """About how many losses a run keeps."""
@@ -170,6 +170,8 @@ def train(
             watch.check()
             save(state)
             saved = time.monotonic()
+    if before_step is not None:
+        before_step(state.step, plan.steps)
     watch.check()
 
 

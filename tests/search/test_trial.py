@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import byte_tokenizer, load_teacher
 from archsearch.search import trial
 from archsearch.search.records import TrialResult, TrialSpec, trained_path
-from archsearch.search.trained import load_trained
+from archsearch.search.trained import load_to_go_on, load_trained
 from archsearch.search.trial import TrialWorker
 
 LENGTH = 512
@@ -181,6 +182,46 @@ def test_a_parent_is_continued(worker: TrialWorker) -> None:
     result = worker(longer)
     assert result.tokens == 2 * LENGTH
     assert metrics_of(result)["kl"] < first["kl"]
+
+
+def test_a_longer_proxy_goes_on_from_before_the_rate_fell(payload: dict[str, Any]) -> None:
+    search = {"proxy_tokens": [0, 8 * LENGTH, 12 * LENGTH]}
+    options = payload["config"]["distill"] | {"decay_share": 0.5}
+    config = payload["config"] | {"distill": options, "search": search}
+    worker = TrialWorker({**payload, "config": config})
+    short = spec_of("GFGG", "GGGG", tokens=8 * LENGTH)
+    first = worker(short)
+    assert first.tokens == 8 * LENGTH
+    path = trained_path(worker.run_dir, short)
+    students = [
+        cut(worker.teacher, worker.supernet, HeadMap.from_json(short.head_map), copy=True)
+        for _ in range(2)
+    ]
+    assert load_trained(students[0], path) == 8 * LENGTH
+    assert load_to_go_on(students[1], path) == 4 * LENGTH
+    kl = [divergence(student, worker._reference)["kl"] for student in students]
+    assert kl[0] == metrics_of(first)["kl"]
+    assert kl[0] != kl[1]
+    longer = replace(short, proxy_tokens=12 * LENGTH, parent=str(path))
+    result = worker(longer)
+    assert result.tokens == 8 * LENGTH
+    # Nothing comes after the longest proxy.
+    assert load_to_go_on(students[1], trained_path(worker.run_dir, longer)) == 12 * LENGTH
+
+
+def test_candidates_share_the_teachers_answers_on_disk_too(
+    payload: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(payload["run_dir"], tmp_path / "run")
+    spec = spec_of("FGGG", "GGGF", tokens=4 * LENGTH)
+    metrics = []
+    for cache_gib in (4.0, 0.0, 0.0):
+        options = payload["config"]["distill"] | {"cache_gib": cache_gib}
+        config = payload["config"] | {"distill": options}
+        worker = TrialWorker({"config": config, "run_dir": str(run_dir)})
+        metrics.append(metrics_of(worker(spec)))
+    assert metrics[0] == metrics[1] == metrics[2]
+    assert len(list((run_dir / trial.TEACHER_LOGITS).rglob("*.safetensors"))) == 2
 
 
 def test_weights_of_another_map_are_refused(worker: TrialWorker) -> None:

@@ -44,6 +44,35 @@ def test_warmup_takes_at_most_half_of_a_short_run() -> None:
     assert Plan(steps=1, learning_rate=1.0, warmup_steps=50).rate(0) == pytest.approx(1.0)
 
 
+def test_a_constant_rate_falls_at_the_end_alone_whatever_the_length() -> None:
+    plans = [
+        Plan(steps=steps, learning_rate=1.0, warmup_steps=4, final_share=0.1, decay_steps=3)
+        for steps in (12, 40)
+    ]
+    for plan in plans:
+        rates = [plan.rate(step) for step in range(plan.steps)]
+        assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+        assert set(rates[4:-3]) == {1.0}
+        assert 1 > rates[-3] > rates[-2] > rates[-1] > 0.1
+    assert [plan.rate(step) for plan in plans for step in range(9)] == 2 * [
+        plans[0].rate(step) for step in range(9)
+    ]
+
+
+def test_no_decay_and_a_later_start() -> None:
+    plan = Plan(steps=30, learning_rate=1.0, warmup_steps=4, decay_steps=0, start=10)
+    assert [plan.rate(step) for step in (10, 11, 13, 14, 29)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_hooks_come_before_each_step_and_after_the_last() -> None:
+    parameter, loss_step = linear_problem()
+    seen: list[tuple[int, int]] = []
+    state = TrainingState({"w": parameter})
+    plan = Plan(steps=3, learning_rate=0.1)
+    train(state, plan, loss_step, ones, until=2, before_step=lambda *now: seen.append(now))
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_trains_and_logs_every_step_once() -> None:
     parameter, loss_step = linear_problem()
     state = TrainingState({"w": parameter})
