@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import RunConfig, TextConfig
-from .console import StageProgress
 from .data.corpora import Packed, load_text
 from .data.niah import retrieval_rows
 from .data.overlap import WINDOW, shared_rows
 from .errors import ConfigError
 from .models.teacher import Teacher
 from .plan import TrainingRows, text_origin, training_rows
+from .progress import Progress
 from .rundir import RunDir
 from .search.trial import (
     HELDOUT_FILE,
@@ -34,7 +34,7 @@ def write_texts(
     run_dir: RunDir,
     teacher: Teacher,
     seed: Callable[[str], int],
-    progress: StageProgress,
+    progress: Progress,
 ) -> str:
     """Writes heldout.npy, one more for each extra text and, where the run trains anything, train.npy and retrieval.npy.
 
@@ -73,7 +73,7 @@ def write_heldout(
     run_dir: RunDir,
     teacher: Teacher,
     seed: Callable[[str], int],
-    progress: StageProgress,
+    progress: Progress,
 ) -> dict[str, NDArray[Any]]:
     """The held-out tokens by the config's field; those that have no file yet are made and written first."""
     data = config.data
@@ -106,7 +106,7 @@ def _training_text(
     rows: TrainingRows,
     heldout: dict[str, NDArray[Any]],
     seed: Callable[[str], int],
-    progress: StageProgress,
+    progress: Progress,
 ) -> tuple[Packed, int]:
     """Training text without rows that share a passage with held-out text, and how many were left out."""
     data = config.data

@@ -224,6 +224,31 @@ def test_general_prompts_longer_than_the_teacher_are_named(tmp_path: Path) -> No
         examine(path)
 
 
+def test_prompts_of_a_file_that_do_not_serve_are_named(run_config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    files = f"probes.files=[{{name: own, path: {path}}}]"
+    row = {"prompt": "the number is", "answer": " old"}
+    path.write_text(json.dumps(row) + "\n")
+    examine(run_config, files)
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"prompt": "the number is " * 100}))
+    with pytest.raises(
+        ConfigError, match=r"^probes\.files\[0\]: .*own\.jsonl:2: .* beyond .* 256; "
+    ):
+        examine(run_config, files)
+    examine(run_config, files, "probes.beyond_window=true")
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"^probes\.files\[0\]: .*own\.jsonl:1: a list"):
+        examine(run_config, files)
+
+
+def test_an_extra_text_that_does_not_serve_is_named(run_config: Path, tmp_path: Path) -> None:
+    path = write_ids(tmp_path / "own.npy", np.zeros((2, 96), dtype=np.uint16))
+    extra = f"label: own, source: file, path: {path}"
+    examine(run_config, f"data.extra_heldout=[{{{extra}}}]")
+    with pytest.raises(ConfigError, match=r"^data\.extra_heldout\[0\]\.path: .* 3 are needed"):
+        examine(run_config, f"data.extra_heldout=[{{{extra}, sequences: 3}}]")
+
+
 PAIR = {"clean": "the number is", "corrupt": "the city is", "answer": "old", "distractor": "new"}
 
 

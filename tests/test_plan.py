@@ -53,10 +53,38 @@ def test_tokens_follow_the_config(run_config: Path) -> None:
     assert evaluation_tokens(config) == 2 * 96 + 2 * 2 * 96
     kinds = load_config(run_config, ["probes.kinds=[tracking, labels]"])
     assert evaluation_tokens(kinds) == 2 * 96 + 2 * 96 + 2 * 100
+    unseen = load_config(run_config, ["probes.unseen=[single]", "probes.contexts=[96, 192]"])
+    assert evaluation_tokens(unseen) == 2 * 96 + 2 * 3 * (96 + 192)
+    extra = "data.extra_heldout=[{label: a, sequences: 5}, {label: b}]"
+    assert evaluation_tokens(load_config(run_config, [extra])) == 9 * 96 + 2 * 2 * 96
     loaded = load_config(run_config, ["supernet.source=some.safetensors"])
     assert train_tokens(loaded) == 256
     assert (
         train_tokens(load_config(run_config, ["supernet.source=x", "search.proxy_tokens=[0]"])) == 0
+    )
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("niah_single", 276_078), ("niah_multikey", 125_000)])
+def test_files_of_prompts_are_priced_by_their_size(
+    run_config: Path, name: str, tokens: int
+) -> None:
+    path = f"package:archsearch/assets/smollm2_135m/{name}.jsonl.gz"
+    base, more = (
+        evaluation_tokens(load_config(run_config, [f"probes.files={files}"]))
+        for files in ("[]", f"[{{name: stations, path: '{path}'}}]")
+    )
+    # As SmolLM2's tokenizer counts them.
+    assert more - base == pytest.approx(tokens, rel=0.1)
+    lost = "probes.files=[{name: stations, path: none.jsonl}]"
+    assert evaluation_tokens(load_config(run_config, [lost])) == base
+
+
+def test_a_plan_names_every_text(run_config: Path) -> None:
+    options = ["data.extra_heldout=[{label: docs, source: docstrings}]", "data.niah_share=0"]
+    plan = make_plan(load_config(run_config, options), INFO, rate_flops=RATE)
+    [data] = [stage.what for stage in plan.stages if stage.name == "data"]
+    assert data.endswith(
+        "192 held-out tokens from the teacher, 192 docs tokens from Python's docstrings"
     )
 
 

@@ -104,6 +104,74 @@ def test_scoring_that_cannot_be_is_refused(scoring: dict[str, Any], message: str
         check_config(config_with(scoring={"general": [], **scoring}), INFO)
 
 
+@pytest.mark.parametrize("field", ["kinds", "unseen"])
+def test_contexts_beyond_the_window_need_a_word(field: str) -> None:
+    # The unseen kinds are words that the tiny teacher's tokenizer lacks.
+    probes = {"contexts": [2048, 4096], field: ["single"]}
+    message = r"^probes\.contexts: 4096 is beyond the teacher's 2048 tokens; allowed: 1 to 2048, or more with probes\.beyond_window: true$"
+    with pytest.raises(ConfigError, match=message):
+        check_config(config_with(probes={"kinds": ["single"], **probes}), INFO)
+    allowed = config_with(probes={"kinds": ["single"], **probes, "beyond_window": True})
+    if field == "kinds":
+        check_config(allowed, INFO)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"^probes\.unseen: .*no token .*; allowed: \[\] only$"
+        ):
+            check_config(allowed, INFO)
+
+
+def test_texts_and_scores_stay_within_the_window() -> None:
+    for sections in ({"data": {"sequence_length": 4096}}, {"scoring": {"contexts": [4096]}}):
+        scoring = {"retrieval": ["single"], "general": [], **sections.get("scoring", {})}
+        config = config_with(**{**sections, "scoring": scoring}, probes={"beyond_window": True})
+        with pytest.raises(ConfigError, match=r"4096 is beyond .*; allowed: 1 to 2048$"):
+            check_config(config, INFO)
+
+
+@pytest.mark.parametrize(
+    ("metric", "needed"),
+    [
+        (
+            "niah_single_nll@4096",
+            "single among probes.kinds and 4096 among several probes.contexts",
+        ),
+        ("niah_single_nll@512", "single among probes.kinds and 512 among several probes.contexts"),
+        ("unseen_tracking_match", "tracking among probes.unseen"),
+        ("kl_docs", "its label among data.extra_heldout"),
+        ("stations_nll", "its name among probes.files"),
+        ("niah_sngle_nll", "its name among probes.files"),
+        ("lm_arc_easy_acc", "its task among harness.tasks"),
+    ],
+)
+def test_a_metric_of_the_configs_own_needs_its_part(metric: str, needed: str) -> None:
+    search = {"objectives": [{"metric": metric, "direction": "minimize"}]}
+    config = config_with(search=search, probes={"contexts": [512]})
+    with pytest.raises(
+        ConfigError,
+        match=rf"^search\.objectives\[0\]\.metric: {metric} needs {needed}; allowed with",
+    ):
+        check_config(config, INFO)
+
+
+def test_a_metric_of_one_context_is_taken_where_there_are_several() -> None:
+    search = {"objectives": [{"metric": "niah_single_nll@256", "direction": "minimize"}]}
+    check_config(config_with(search=search, probes={"contexts": [256, 512]}), INFO)
+
+
+def test_packages_and_files_that_measure_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^probes\.files\[0\]\.path: .*none\.jsonl"):
+        check_machine(config_with(probes={"files": [{"name": "a", "path": "none.jsonl"}]}))
+    extra = [{"label": "own", "source": "file", "path": "none.txt"}]
+    with pytest.raises(ConfigError, match=r"^data\.extra_heldout\[0\]\.path: .*none\.txt"):
+        check_machine(config_with(data={"extra_heldout": extra}))
+    monkeypatch.setattr("archsearch.evaluation.harness.find_spec", lambda _: None)
+    with pytest.raises(
+        EnvironmentFault, match=r"^harness\.tasks: needs the Python package lm-eval"
+    ):
+        check_machine(config_with(harness={"tasks": ["arc_easy"]}))
+
+
 def test_contexts_that_nothing_reads_may_be_beyond_the_teacher() -> None:
     probes = {"kinds": ["copying"], "contexts": [4096]}
     scoring = {"retrieval": [], "contexts": [4096], "general": ["copying"]}
@@ -127,6 +195,12 @@ OWN = {"retrieval": [], "general": [], "pairs_file": "own.jsonl"}
         ({"data": {"heldout": {"temperature": 0.5, "source": "file", "path": "a"}}}, "temperature"),
         ({"execution": {"executor": "serial", "workers": 2}}, "execution: the serial executor"),
         ({"supernet": {"source": SHIPPED, "rank": 8}}, "supernet.rank is ignored"),
+        ({"harness": {"limit": 3}}, "harness is ignored: harness.tasks is empty"),
+        ({"data": {"niah_share": 0, "niah_text_share": 0.5}}, "data.niah_text_share is ignored"),
+        (
+            {"data": {"extra_heldout": [{"label": "a", "source": "docstrings", "path": "x"}]}},
+            "data.extra_heldout[0].path is ignored: data.extra_heldout[0].source is docstrings",
+        ),
         ({"scoring": {"sender_pairs": 0, "sender_rounds": 2}}, "scoring.sender_rounds is ignored"),
         ({"scoring": {"sender_pairs": 0, "receiver_share": 0.1}}, "scoring.receiver_share is"),
         ({"scoring": {"gate_steps": 9}}, "scoring.gate_steps is ignored: duo_gates is not among"),
