@@ -25,7 +25,7 @@ from archsearch.models.cut import cut
 from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import byte_tokenizer, load_teacher
 from archsearch.search import trial
-from archsearch.search.records import TrialResult, TrialSpec, trained_path
+from archsearch.search.records import TrialResult, TrialSpec, measured_metrics, trained_path
 from archsearch.search.trained import load_to_go_on, load_trained
 from archsearch.search.trial import TrialWorker
 
@@ -290,3 +290,55 @@ def test_other_faults_are_raised(worker: TrialWorker, monkeypatch: pytest.Monkey
 def test_a_missing_file_is_named(payload: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match=r"supernet\.safetensors"):
         TrialWorker({**payload, "run_dir": str(tmp_path)})
+
+
+def test_extra_texts_files_and_unseen_prompts_become_metrics(
+    payload: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "own.jsonl"
+    lines = [{"prompt": "A is 7. A is", "answer": " 7", "keys": keys} for keys in (1, 2)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_dir = Path(payload["run_dir"])
+    rows = np.load(run_dir / "heldout.npy")
+    np.save(run_dir / "heldout-same.npy", rows)
+    np.save(run_dir / "heldout-other.npy", rows[:, ::-1])
+    more = {
+        "data": payload["config"]["data"]
+        | {"extra_heldout": [{"label": "same"}, {"label": "other"}]},
+        "probes": {
+            "kinds": ["single"],
+            "unseen": ["multiquery"],
+            "contexts": [420, 2 * LENGTH],  # Twice the window.
+            "beyond_window": True,
+            "multi_keys": 2,
+            "prompts": 1,
+            "files": [{"name": "own", "path": str(path)}],
+        },
+    }
+    config = RunConfig.model_validate(payload["config"] | more)
+    worker = TrialWorker({**payload, "config": config.model_dump(mode="json", by_alias=True)})
+    wanted = tuple(measured_metrics(config))
+    metrics = metrics_of(worker(spec_of("FFGG", "GGFG", metrics=wanted)))
+    groups = {f"own_{keys}_{figure}" for keys in (1, 2) for figure in ("nll", "match")}
+    assert set(metrics) == {*wanted, *groups}
+    assert {"niah_single_nll@420", f"unseen_multiquery_match@{2 * LENGTH}"} <= set(wanted)
+    assert metrics["kl_same"] == metrics["kl"] != metrics["kl_other"]
+    assert metrics["top1_agreement_same"] == metrics["top1_agreement"]
+
+
+def test_tasks_of_the_harness_become_metrics(
+    payload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fake:
+        def measure(self, student: torch.nn.Module) -> dict[str, float]:
+            return {"lm_sums_acc": float(student.config.num_hidden_layers)}
+
+    monkeypatch.setattr(trial, "open_harness", lambda config, teacher: Fake())
+    metrics = metrics_of(TrialWorker(payload)(spec_of("FFGG", "GGFG", metrics=("lm_sums_acc",))))
+    assert metrics["lm_sums_acc"] == 2.0
+
+
+def test_a_missing_extra_text_is_named(payload: dict[str, Any]) -> None:
+    data = payload["config"]["data"] | {"extra_heldout": [{"label": "none"}]}
+    with pytest.raises(EnvironmentFault, match=r"heldout-none\.npy: cannot be read"):
+        TrialWorker({**payload, "config": payload["config"] | {"data": data}})
