@@ -60,11 +60,14 @@ def footprint(
 def worker_bytes(config: RunConfig, info: TeacherInfo, device: str) -> int:
     """What a trial worker holds: teacher, twins, and a candidate's evaluation or distillation, whichever is more."""
     data, width = config.data, _width(info)
-    heldout = data.heldout_sequences * data.sequence_length
+    extra = (text.sequences or data.heldout_sequences for text in data.extra_heldout)
+    heldout = (data.heldout_sequences + sum(extra)) * data.sequence_length
     # Beside the head in fp32, the reference is the teacher's hidden states and the rows that it expects.
     reference = heldout * info.hidden_size * (4 + _element_bytes(config))
     head = 4 * info.vocab_size * info.hidden_size
-    evaluation = EVALUATION_TOKENS[device] * width * EVALUATED_BYTES
+    # A prompt that is longer than a batch may be still runs alone.
+    forward = max(EVALUATION_TOKENS[device], *config.probes.contexts)
+    evaluation = forward * width * EVALUATED_BYTES
     evaluation += LOGIT_COPIES * LOGIT_BYTES[device]
     distillation = 0
     if max(config.search.proxy_tokens):

@@ -44,17 +44,23 @@ class Target:
 class TeacherReference:
     """The teacher's side of a divergence on fixed tokens [N, T], as hidden states and not as logits.
 
+    weight_VC is that of another reference of the same teacher, so that a head in fp32 is kept once.
     Raises ValueError where tokens are not [N, T] or empty.
     """
 
     def __init__(
-        self, teacher: Teacher, tokens_NT: Tensor, *, batch_tokens: int = FORWARD_TOKENS
+        self,
+        teacher: Teacher,
+        tokens_NT: Tensor,
+        *,
+        batch_tokens: int = FORWARD_TOKENS,
+        weight_VC: Tensor | None = None,
     ) -> None:
         if tokens_NT.ndim != 2 or tokens_NT.numel() == 0:
             raise ValueError(f"held-out tokens have shape {tuple(tokens_NT.shape)}, not [N, T]")
         num_rows = max(1, batch_tokens // tokens_NT.shape[1])
         self.batches = torch.split(tokens_NT.long().to(teacher.device), num_rows)
-        self.weight_VC = head_weight(teacher.model)
+        self.weight_VC = head_weight(teacher.model) if weight_VC is None else weight_VC
         with torch.inference_mode():
             self.hidden_MC = torch.cat([final_hidden(teacher.model, ids) for ids in self.batches])
             self._target = target_of(self.hidden_MC, self.weight_VC, self.weight_VC)

@@ -99,3 +99,14 @@ def test_student_keeps_its_mode() -> None:
 def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="not \\[N, T\\]"):
         TeacherReference(random_teacher(), torch.zeros(shape, dtype=torch.long))
+
+
+def test_references_of_one_teacher_share_its_head() -> None:
+    teacher = random_teacher()
+    student = nudged(teacher, only="self_attn")
+    one = TeacherReference(teacher, random_tokens(2, 21))
+    weight_VC = one.weight_VC.clone()
+    other = TeacherReference(teacher, random_tokens(2, 21, seed=1), weight_VC=weight_VC)
+    assert other.weight_VC is weight_VC
+    alone = TeacherReference(teacher, random_tokens(2, 21, seed=1))
+    assert divergence(student, other) == divergence(student, alone)
