@@ -80,7 +80,10 @@ class TrialWorker:
         self._tokens = EVALUATION_TOKENS[self.teacher.device.type]
         self._reference = self._read_reference(HELDOUT_FILE)
         labels = [text.label for text in self.config.data.extra_heldout]
-        self._extra = {label: self._read_reference(heldout_file(label)) for label in labels}
+        self._extra = {
+            label: self._read_reference(heldout_file(label), self._reference.weight_VC)
+            for label in labels
+        }
         self._probes = evaluation_probes(self.teacher, self.config)
         self._harness = open_harness(self.config, self.teacher)
         self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
@@ -209,9 +212,11 @@ class TrialWorker:
         )
         return text, rows
 
-    def _read_reference(self, name: str) -> TeacherReference:
+    def _read_reference(self, name: str, weight_VC: Tensor | None = None) -> TeacherReference:
         tokens_NT = torch.from_numpy(_read_tokens(self.run_dir / name).astype(np.int64))
-        return TeacherReference(self.teacher, tokens_NT, batch_tokens=self._tokens)
+        return TeacherReference(
+            self.teacher, tokens_NT, batch_tokens=self._tokens, weight_VC=weight_VC
+        )
 
     def _free_memory(self) -> None:
         gc.collect()
