@@ -11,6 +11,7 @@ from .config import RunConfig
 from .evaluation.divergence import LOGIT_BYTES
 from .models.teacher import TeacherInfo
 from .search.trial import EVALUATION_TOKENS
+from .training.teacher_logits import FORMS
 
 TRAIN = "train"
 """The value of supernet.source that trains a supernet in the run."""
@@ -73,10 +74,24 @@ def worker_bytes(config: RunConfig, info: TeacherInfo, device: str) -> int:
     if max(config.search.proxy_tokens):
         # fp32 weights, gradients and two moments.
         distillation = 4 * 4 * _twin_parameters(info)
-        graph = info.shape.num_layers * width * TRAINED_BYTES
+        # With checkpointing the graph is that of one layer, beside every layer's input.
+        layers = 1 if config.distill.checkpointing else info.shape.num_layers
+        inputs = info.shape.num_layers * info.hidden_size * _element_bytes(config)
+        graph = layers * width * TRAINED_BYTES + (inputs if layers == 1 else 0)
         distillation += max(data.sequence_length, config.distill.batch_tokens) * graph
+        distillation += min(answer_bytes(config, info), round(config.distill.cache_gib * GIB))
     held = teacher_bytes(config, info) + 4 * _twin_parameters(info) + reference + head
     return held + max(evaluation, distillation)
+
+
+def answer_bytes(config: RunConfig, info: TeacherInfo) -> int:
+    """What a worker's candidates share of the teacher's answers to the batches of the longest proxy."""
+    distill = config.distill
+    if distill.teacher_logits == "exact":
+        return 0
+    form = FORMS[distill.teacher_logits]
+    a_token = form.bytes_a_token(info.hidden_size, _element_bytes(config), distill.top_k)
+    return max(config.search.proxy_tokens) * a_token
 
 
 def teacher_bytes(config: RunConfig, info: TeacherInfo) -> int:
@@ -105,7 +120,12 @@ def _disk_bytes(config: RunConfig, info: TeacherInfo, *, searches: bool) -> int:
     # A distilled candidate is stored in fp16; later rungs take some third of them.
     stored = config.search.trials if config.search.proxy_tokens[0] else config.search.trials // 3
     distilled = stored * twins // 2 if searches and max(config.search.proxy_tokens) else 0
-    return checkpoint + twins + distilled + 64 * MIB
+    if config.distill.decay_share < 1 and len([n for n in config.search.proxy_tokens if n]) > 1:
+        # With the weights from before the rate fell.
+        distilled *= 2
+    beyond = answer_bytes(config, info) - round(config.distill.cache_gib * GIB)
+    answers = max(0, beyond) if searches else 0
+    return checkpoint + twins + distilled + answers + 64 * MIB
 
 
 def _element_bytes(config: RunConfig) -> int:

@@ -334,7 +334,7 @@ def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
     candidates = search.trials * (2 if search.random_control else 1)
     tokens = evaluation_tokens(config)
     each = [speed.forward * (tokens + 4 * steps) for steps in search.proxy_tokens]
-    counts = [candidates, *[_promoted(config)] * (len(each) - 1)]
+    counts = [candidates, *[promoted_candidates(config)] * (len(each) - 1)]
     control = f" and {search.trials} random" if search.random_control else ""
     proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
     what = (
@@ -348,7 +348,7 @@ def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
     return what, total / max(1, devices) + _teacher(info)[1] + ray
 
 
-def _promoted(config: RunConfig) -> int:
+def promoted_candidates(config: RunConfig) -> int:
     """Candidates of a later rung: a third of the trials are on the fronts of search and seeds, a fifth of the random ones."""
     search = config.search
     most = search.max_promoted or search.trials

@@ -32,6 +32,7 @@ from ..evaluation.retrieval import retrieval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
+from ..models.full_heads import rope_fader
 from ..models.kernels import use_kernels
 from ..models.sources import resolve_path
 from ..models.supernet import Supernet
@@ -168,6 +169,7 @@ class TrialWorker:
             start_step=round(done / batch_tokens),
             logits=self._teacher_logits(),
             at_fork=None if trunk is None else trunk.keep,
+            before_step=rope_fader(student, self.config.student.full, batch_tokens),
         )
         total = done + result.tokens
         save_trained(student, trained_path(self.run_dir, spec), self.config, spec, total, trunk)
