@@ -96,19 +96,22 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
 
 
 def scored_inputs(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the files that scores are made from and that a run keeps no copy of, by the config's field.
+    """SHA-256 of the files that scores and trials are made from and that a run keeps no copy of, by the config's field.
 
     Raises ConfigError where one cannot be read.
     """
-    field, source = "scoring.pairs_file", config.scoring.pairs_file
-    if source is None:
-        return {}
-    with naming(field):
-        path = resolve_path(source)
-        try:
-            return {field: hashlib.sha256(path.read_bytes()).hexdigest()}
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    sources = {f"probes.files[{i}].path": file.path for i, file in enumerate(config.probes.files)}
+    if config.scoring.pairs_file is not None:
+        sources["scoring.pairs_file"] = config.scoring.pairs_file
+    found = {}
+    for field, source in sources.items():
+        with naming(field):
+            path = resolve_path(source)
+            try:
+                found[field] = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    return found
 
 
 def _locate(config: TeacherConfig) -> Source:

@@ -337,9 +337,12 @@ def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
     counts = [candidates, *[promoted_candidates(config)] * (len(each) - 1)]
     control = f" and {search.trials} random" if search.random_control else ""
     proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
+    tasks = f", lm-eval's {', '.join(config.harness.tasks)} not counted" * bool(
+        config.harness.tasks
+    )
     what = (
         f"{search.trials} trials{control} by {search.sampler}, proxies of {proxies} tokens, "
-        f"{workers} {config.execution.executor} worker(s)"
+        f"{workers} {config.execution.executor} worker(s){tasks}"
     )
     total = sum(count * cost for count, cost in zip(counts, each, strict=True))
     # Workers on one device share what it can do.

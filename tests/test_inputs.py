@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from archsearch.configfile import load_config
 from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.inputs import scored_inputs
 from archsearch.models.supernet import METADATA_KEY, read_meta
 from archsearch.models.teacher import TeacherInfo, inspect_teacher, resolve_path
 from archsearch.preflight import check_config, check_machine
@@ -239,6 +240,20 @@ def test_prompts_of_a_file_that_do_not_serve_are_named(run_config: Path, tmp_pat
     path.write_text("[]")
     with pytest.raises(ConfigError, match=r"^probes\.files\[0\]: .*own\.jsonl:1: a list"):
         examine(run_config, files)
+
+
+def test_prompts_of_a_file_are_remembered(run_config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("{}")
+    config = load_config(run_config, [f"probes.files=[{{name: own, path: {path}}}]"])
+    first = scored_inputs(config)
+    assert set(first) == {"probes.files[0].path", "scoring.pairs_file"}
+    path.write_text("{ }")
+    changed = {field for field, digest in scored_inputs(config).items() if digest != first[field]}
+    assert changed == {"probes.files[0].path"}
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"^probes\.files\[0\]\.path: .*no such file"):
+        scored_inputs(config)
 
 
 def test_an_extra_text_that_does_not_serve_is_named(run_config: Path, tmp_path: Path) -> None:

@@ -79,6 +79,16 @@ def test_files_of_prompts_are_priced_by_their_size(
     assert evaluation_tokens(load_config(run_config, [lost])) == base
 
 
+def test_a_plan_says_what_it_cannot_price(run_config: Path) -> None:
+    harness = "harness.tasks=[arc_easy, sums]"
+    plain, more = (
+        make_plan(load_config(run_config, options), INFO, rate_flops=RATE).lines()
+        for options in ([], [harness])
+    )
+    assert any(line.endswith("worker(s), lm-eval's arc_easy, sums not counted") for line in more)
+    assert not any("lm-eval" in line for line in plain)
+
+
 def test_a_plan_names_every_text(run_config: Path) -> None:
     options = ["data.extra_heldout=[{label: docs, source: docstrings}]", "data.niah_share=0"]
     plan = make_plan(load_config(run_config, options), INFO, rate_flops=RATE)

@@ -88,8 +88,9 @@ METHOD_TITLES = {
 def metric_title(metric: str) -> str:
     """What a metric is in words; the name itself where the config gave it."""
     name, _, context = metric.partition("@")
-    title = METRIC_TITLES.get(name, metric)
-    return f"{title} at {int(context):,} tokens" if context.isdigit() else title
+    if not context.isdigit():
+        return METRIC_TITLES.get(metric, metric)
+    return f"{METRIC_TITLES.get(name, name)} at {int(context):,} tokens"
 
 
 @dataclass(frozen=True)

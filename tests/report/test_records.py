@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from typing import get_args
 
+import pytest
+
 from archsearch.config import Metric, ScoreMethod, SeedMethod
 from archsearch.report.pareto_svg import MARKS
-from archsearch.report.records import COST_METRICS, MAIN_METRICS, METHOD_TITLES, METRIC_TITLES
+from archsearch.report.records import (
+    COST_METRICS,
+    MAIN_METRICS,
+    METHOD_TITLES,
+    METRIC_TITLES,
+    metric_title,
+)
 
 
 def test_every_metric_has_a_label() -> None:
     assert set(METRIC_TITLES) == set(get_args(Metric))
     assert set(COST_METRICS) | set(MAIN_METRICS) <= set(METRIC_TITLES)
+
+
+@pytest.mark.parametrize(
+    ("metric", "title"),
+    [
+        ("niah_single_nll@4096", "single-key answer NLL (nats a token) at 4,096 tokens"),
+        ("kl_docs", "kl_docs"),
+        ("stations_match@1024", "stations_match at 1,024 tokens"),
+        ("lm_task_pass@k", "lm_task_pass@k"),
+    ],
+)
+def test_names_that_a_config_makes_stay_readable(metric: str, title: str) -> None:
+    assert metric_title(metric) == title
 
 
 def test_every_method_has_a_label_and_a_mark_of_its_own() -> None:

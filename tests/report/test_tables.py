@@ -155,6 +155,9 @@ def test_markdown_report_of_scores_alone() -> None:
         ("cache_bytes", 512.0, "512 B"),
         ("fa_share", 0.125, "12.5%"),
         ("kl", 0.12345, "0.123"),
+        ("niah_single_match@4096", 0.5, "50%"),
+        ("top1_agreement_docs", 0.125, "12.5%"),
+        ("lm_task_exact_match", 0.125, "0.125"),
     ],
 )
 def test_quantities_read_well(metric: str, value: float, text: str) -> None:
