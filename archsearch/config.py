@@ -24,13 +24,23 @@ from .textconfig import (
     TextConfig,
 )
 from .trainconfig import DistillConfig, LongContextConfig
+from .twinconfig import (
+    GdnConfig,
+    HalfLifeName,
+    ScaleName,
+    SupernetConfig,
+    TwinInitConfig,
+    WriteName,
+)
 
 # Every section can be had from here, wherever it is written down.
 __all__ = [
     "DataConfig",
     "DistillConfig",
     "FullConfig",
+    "GdnConfig",
     "GeneralKind",
+    "HalfLifeName",
     "HarnessConfig",
     "HeldoutConfig",
     "LongContextConfig",
@@ -39,9 +49,13 @@ __all__ = [
     "ProbeFile",
     "ProbeKind",
     "RetrievalKind",
+    "ScaleName",
     "Section",
     "StudentConfig",
+    "SupernetConfig",
     "TextConfig",
+    "TwinInitConfig",
+    "WriteName",
 ]
 
 SCHEMA = 1
@@ -156,35 +170,6 @@ class ScoringConfig(Section):
                 "retrieval, general and pairs_file are all empty: nothing to score heads by"
             )
         return self
-
-
-class GdnConfig(Section):
-    """Options of the Gated DeltaNet twin."""
-
-    rope: bool = True
-    norm: bool = True
-    """RMSNorm of each head's output before gamma."""
-    gate: bool = True
-    """Output gate 2 * sigmoid(W_g x), which starts as the identity."""
-    bias: bool = True
-    """A constant vector a head, added after gamma."""
-    conv: bool = False
-    """Causal depthwise convolution (width 4) on q, k and v, started as the identity."""
-
-
-class SupernetConfig(Section):
-    """The bank of trained twins that candidates are cut from."""
-
-    source: str = "train"
-    """`train`, or a supernet file (.safetensors; `package:` works)."""
-    tokens: Positive = 4_000_000
-    batch_tokens: Positive = 16_384
-    learning_rate: Rate = 1e-3
-    warmup_steps: NonNegative = 50
-    checkpoint_minutes: Rate = 2.0
-    rank: NonNegative = 0
-    """Rank of the stored deltas from the teacher's weights; 0 keeps them whole."""
-    gdn: GdnConfig = GdnConfig()
 
 
 class ObjectiveConfig(Section):

@@ -1,4 +1,4 @@
-"""Calibration: statistics of attention that is known, and a start that beats an uncalibrated one."""
+"""Calibration: memory from attention, choices of supernet.init, and a start that beats an uncalibrated one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from archsearch.attention.rotary import PositionEmbeddings
-from archsearch.config import GdnConfig
+from archsearch.config import GdnConfig, TwinInitConfig
 from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import Teacher
-from archsearch.training.calibrate import _AffineFit, attention_statistics, calibrate
-from archsearch.training.taps import visit_layers
+from archsearch.training.attention_statistics import AttentionStatistics
+from archsearch.training.calibrate import HALF_LIVES, WRITES, calibrate
 from archsearch.training.twin_error import measure_twins
 from tests.random_models import random_teacher, random_tokens
 
@@ -34,26 +32,6 @@ def test_calibrated_twins_start_closer(family: str, bias: bool) -> None:
         assert after_LH.median() < 0.95
 
 
-def test_even_attention_has_the_distance_and_entropy_of_counting() -> None:
-    teacher = random_teacher("llama", num_layers=1)
-    full = teacher.model.model.layers[0].self_attn.full
-    with torch.no_grad():
-        full.q_proj.weight.zero_()
-    seen = []
-
-    def visit(_: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, __: Tensor) -> None:
-        seen.append(attention_statistics(full, x_BTC, position_embeddings))
-
-    with torch.no_grad():
-        visit_layers(teacher.model, random_tokens(2, 40), visit)
-    ((distance_H, entropy_H),) = seen
-    # A query at t looks evenly at the keys 0 .. t; key 0 does not count.
-    weights = [(t - key, 1 / (t + 1)) for t in range(2, 40) for key in range(1, t + 1)]
-    mean_log = sum(p * math.log1p(back) for back, p in weights) / sum(p for _, p in weights)
-    torch.testing.assert_close(distance_H, torch.full((4,), math.expm1(mean_log)))
-    torch.testing.assert_close(entropy_H, torch.ones(4))
-
-
 def test_decay_and_write_strength_follow_attention(teacher: Teacher) -> None:
     supernet = Supernet.migrated(teacher, GdnConfig())
     calibrate(teacher, supernet, random_tokens(4, 64))
@@ -66,16 +44,84 @@ def test_decay_and_write_strength_follow_attention(teacher: Teacher) -> None:
         assert (strength_H <= 0.7001).all()
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_fit_finds_an_exact_solution(with_bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    n_BTHD = torch.randn(2, 200, 3, 4, generator=generator) + 0.5
-    gamma_HD, bias_HD = torch.randn(2, 3, 4, generator=generator)
-    bias_HD = bias_HD * with_bias
-    root_HDD = torch.randn(3, 4, 4, generator=generator)
-    fit = _AffineFit()
-    for part in n_BTHD.split(1):
-        fit.add(part, part * gamma_HD + bias_HD)
-    found_gamma, found_bias = fit.solve(root_HDD, with_bias=with_bias)
-    torch.testing.assert_close(found_gamma.float(), gamma_HD, atol=5e-3, rtol=5e-3)
-    torch.testing.assert_close(found_bias.float(), bias_HD, atol=5e-3, rtol=5e-3)
+@pytest.fixture
+def statistics() -> AttentionStatistics:
+    generator = torch.Generator().manual_seed(2)
+    return AttentionStatistics(
+        200 * torch.rand(7, generator=generator), torch.rand(7, generator=generator)
+    )
+
+
+def test_half_lives(statistics: AttentionStatistics) -> None:
+    for name, half_life in HALF_LIVES.items():
+        found_H = half_life(statistics, TwinInitConfig(half_life=name))
+        assert found_H.shape == (7,)
+        assert (found_H > 0).all(), name
+    share = TwinInitConfig(half_life_share=0.25)
+    wanted_H = 0.25 * statistics.distance_H.clamp(min=1)
+    torch.testing.assert_close(HALF_LIVES["attention"](statistics, share), wanted_H)
+    fixed = TwinInitConfig(half_life="fixed", half_life_tokens=30.0)
+    torch.testing.assert_close(HALF_LIVES["fixed"](statistics, fixed), torch.full((7,), 30.0))
+    spread = TwinInitConfig(half_life="spread", half_life_span=(2.0, 128.0))
+    wanted_H = 2.0 ** torch.arange(1, 8)
+    torch.testing.assert_close(HALF_LIVES["spread"](statistics, spread), wanted_H)
+
+
+def test_write_strengths(statistics: AttentionStatistics) -> None:
+    for name, write in WRITES.items():
+        found_H = write(statistics, TwinInitConfig(write=name))
+        assert found_H.shape == (7,)
+        assert ((found_H > 0) & (found_H < 1)).all(), name
+    order = WRITES["entropy"](statistics, TwinInitConfig()).argsort(descending=True)
+    assert order.tolist() == statistics.entropy_H.argsort().tolist()
+    constant = TwinInitConfig(write="constant", write_strength=0.9)
+    torch.testing.assert_close(WRITES["constant"](statistics, constant), torch.full((7,), 0.9))
+
+
+def test_memory_is_set_as_init_says(teacher: Teacher) -> None:
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    init = TwinInitConfig(
+        half_life="fixed", half_life_tokens=20.0, write="constant", write_strength=0.8
+    )
+    calibrate(teacher, supernet, random_tokens(4, 64), init)
+    for twin in supernet.twins:
+        rate_H = torch.nn.functional.softplus(twin.dt_bias)
+        torch.testing.assert_close(rate_H, torch.full_like(rate_H, math.log(2) / 20))
+        torch.testing.assert_close(twin.b_proj.bias.sigmoid(), torch.full_like(rate_H, 0.8))
+
+
+def test_random_projections_are_drawn_from_the_seed() -> None:
+    teacher, tokens_NT = random_teacher("qwen2", num_layers=2), random_tokens(4, 64)
+    init = TwinInitConfig(projections="random")
+    found = []
+    for seed in (0, 0, 1):
+        supernet = Supernet.migrated(teacher, GdnConfig())
+        calibrate(teacher, supernet, tokens_NT, init, seed=seed)
+        found.append(supernet.twins[1].state_dict())
+    migrated = Supernet.migrated(teacher, GdnConfig()).twins[1]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        first, same, other = (state[f"{name}.weight"] for state in found)
+        assert torch.equal(first, same)
+        assert not torch.equal(first, other)
+        assert not torch.equal(first, migrated.get_parameter(f"{name}.weight"))
+        assert float(first.std()) == pytest.approx(teacher.model.config.initializer_range, rel=0.1)
+        assert not found[0][f"{name}.bias"].any()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_norms_of_q_and_k_are_kept_or_not(teacher: Teacher, kept: bool) -> None:
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    init = TwinInitConfig(qk_norm="teacher" if kept else "ones")
+    calibrate(teacher, supernet, random_tokens(4, 64), init)
+    for twin, layer in zip(supernet.twins, teacher.model.model.layers, strict=True):
+        theirs = layer.self_attn.full.k_norm.weight
+        assert torch.equal(twin.k_norm.weight, theirs if kept else torch.ones_like(theirs))
+
+
+def test_bias_of_zero_is_not_fitted(teacher: Teacher) -> None:
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    init = TwinInitConfig(bias="zero", scale="one")
+    calibrate(teacher, supernet, random_tokens(4, 64), init)
+    for twin in supernet.twins:
+        assert not twin.bias.any()
+        assert bool((twin.gamma == 1).all())
