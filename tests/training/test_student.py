@@ -144,16 +144,21 @@ def test_half_precision_weights_learn_as_full_ones(teacher: Teacher) -> None:
     config = DistillConfig(learning_rate=2e-3, batch_tokens=384)
     half = replace(teacher, model=in_half(teacher))
     losses, students = {}, {}
-    for name, owner in (("full", teacher), ("half", half)):
+    for name, owner in (("full", teacher), ("half", half), ("mixed", half)):
         student = student_of(owner)
+        if name == "mixed":
+            for parameter in trainable_parameters(student, "attention").values():
+                parameter.data = parameter.data.float()
         before = {k: v.clone() for k, v in student.state_dict().items()}
         result = distill(student, owner, random_batches, tokens=20 * 384, config=config)
         losses[name], students[name] = result, student
         assert all(v.dtype == before[k].dtype for k, v in student.state_dict().items())
     assert next(students["half"].parameters()).dtype == torch.bfloat16
     gain = losses["full"].first_loss - losses["full"].last_loss
-    assert losses["half"].first_loss == pytest.approx(losses["full"].first_loss, rel=0.05)
-    assert losses["half"].last_loss == pytest.approx(losses["full"].last_loss, abs=0.25 * gain)
+    for name in ("half", "mixed"):
+        found = losses[name]
+        assert found.first_loss == pytest.approx(losses["full"].first_loss, rel=0.05)
+        assert found.last_loss == pytest.approx(losses["full"].last_loss, abs=0.25 * gain)
 
 
 def in_half(teacher: Teacher) -> HydraHeadForCausalLM:
