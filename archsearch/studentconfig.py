@@ -16,6 +16,9 @@ class FullConfig(Section):
     """False: none in the end (NoPE). Distillation starts with all of it and takes it away over rope_fade_tokens."""
     rope_fade_tokens: NonNegative = 500_000
     """Without rope: the tokens of distillation, counted from its very start, in which it goes; 0 starts without."""
+    rope_fade: Literal["slow_first", "angles", "mixed"] = "slow_first"
+    """How it goes. slow_first: frequency by frequency, the slowest first; angles: all angles shrink together; mixed: rotated
+    and unrotated queries and keys are mixed."""
     log_scale: bool = False
     """Queries times a factor that grows with the logarithm of their position."""
     log_scale_form: Literal["shifted", "clipped"] = "shifted"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from archsearch.attention.configuration_hydrahead import FA_DEFAULTS, HydraHeadConfig
+from archsearch.attention.configuration_hydrahead import FA_CHOICES, FA_DEFAULTS, HydraHeadConfig
 from archsearch.config import RunConfig
 from archsearch.configfile import load_config
 from archsearch.errors import ConfigError
@@ -29,13 +30,11 @@ def test_full_attention_heads_are_the_teachers_unless_asked_for_otherwise(tmp_pa
 
 
 def test_every_form_that_a_config_may_name_is_one_of_the_model(tmp_path: Path) -> None:
-    for form in ("shifted", "clipped"):
-        text = (
-            f"student: {{full: {{log_scale: true, log_scale_form: {form}, log_scale_tokens: 64}}}}"
-        )
-        switches = full_switches(load(tmp_path, text).student.full)
-        assert HydraHeadConfig(fa=switches).fa == switches
-        assert (switches["log_scale_form"], switches["log_scale_tokens"]) == (form, 64)
+    for name, forms in FA_CHOICES.items():
+        assert get_args(FullConfig.model_fields[name].annotation) == forms
+        for form in forms:
+            full = load(tmp_path, "", f"student.full.{name}={form}").student.full
+            assert HydraHeadConfig(fa=full_switches(full)).fa == {**FA_DEFAULTS, name: form}
 
 
 def test_rope_goes_only_with_the_tokens_that_it_takes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ GDN_DEFAULTS = {"rope": True, "norm": True, "gate": True, "bias": True, "conv": 
 
 FA_DEFAULTS: dict[str, Any] = {
     "rope_share": 1.0,
+    "rope_fade": "slow_first",
     "log_scale": False,
     "log_scale_form": "shifted",
     "log_scale_tokens": None,
@@ -26,8 +27,11 @@ FA_DEFAULTS: dict[str, Any] = {
 }
 """With these, full-attention heads are the teacher's."""
 
-LOG_SCALE_FORMS = ("shifted", "clipped")
-"""See positions.LOG_SCALES."""
+FA_CHOICES = {
+    "rope_fade": ("slow_first", "angles", "mixed"),
+    "log_scale_form": ("shifted", "clipped"),
+}
+"""Names of rotary.FADES and of positions.LOG_SCALES."""
 
 
 class HydraHeadConfig(PretrainedConfig):
@@ -36,7 +40,7 @@ class HydraHeadConfig(PretrainedConfig):
     head_map[l][h] is the letter of query head h of layer l; empty means full attention everywhere. window[l] and
     slots[l] size the NHA heads of layer l and are None where it has none. gdn holds the switches of the Gated
     DeltaNet heads (GDN_DEFAULTS); nha is reserved and must be empty. fa holds those of the full-attention heads
-    (FA_DEFAULTS): rope_share 1 is RoPE, 0 none, between see Rotary.tables; log_scale multiplies queries by a factor of
+    (FA_DEFAULTS): rope_share 1 is RoPE, 0 none, between them rope_fade says what it is; log_scale multiplies queries by a factor of
     their position, with log_scale_tokens about the length trained at (max_position_embeddings where None), in training
     too if log_scale_training; norm is an RMSNorm of each head's output, times gamma; gate its output gate.
 
@@ -111,10 +115,9 @@ class HydraHeadConfig(PretrainedConfig):
         share, tokens = self.fa["rope_share"], self.fa["log_scale_tokens"]
         if not 0 <= share <= 1:
             raise ValueError(f"fa.rope_share {share}; allowed: 0 to 1")
-        if self.fa["log_scale_form"] not in LOG_SCALE_FORMS:
-            raise ValueError(
-                f"fa.log_scale_form {self.fa['log_scale_form']!r}; allowed: {', '.join(LOG_SCALE_FORMS)}"
-            )
+        for name, allowed in FA_CHOICES.items():
+            if self.fa[name] not in allowed:
+                raise ValueError(f"fa.{name} {self.fa[name]!r}; allowed: {', '.join(allowed)}")
         if tokens is not None and tokens < 2:
             raise ValueError(f"fa.log_scale_tokens {tokens}; allowed: 2 or more, or null")
 

@@ -52,7 +52,9 @@ def full_positions(
     if scales:
         tokens = options["log_scale_tokens"] or config.max_position_embeddings
         factor_BT = LOG_SCALES[options["log_scale_form"]](positions_BT, tokens)
-    rope = rotary.tables(positions_BT, dtype, share) if share > 0 else None
+    rope = None
+    if share > 0:
+        rope = rotary.tables(positions_BT, dtype, share, options["rope_fade"])
     return FullPositions(rope, factor_BT)
 
 

@@ -1,9 +1,11 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) with the scalings that transformers knows.
 
-Shapes: B batch, T tokens, H heads, D head_dim.
+Shapes: B batch, T tokens, H heads, D head_dim, R = D / 2 pairs of channels, the fastest first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +15,34 @@ from .configuration_hydrahead import HydraHeadConfig
 
 PositionEmbeddings = tuple[Tensor, Tensor]
 """(cos_BTD, sin_BTD), the scaling of the variant already multiplied in."""
+
+
+def smaller_angles(angles_BTR: Tensor, share: float) -> PositionEmbeddings:
+    """All angles times the cube of the share, as if tokens moved together. Of the share itself, most of the change would
+    lie in its last tenth."""
+    angles_BTR = angles_BTR * share**3
+    return angles_BTR.cos(), angles_BTR.sin()
+
+
+def slow_first(angles_BTR: Tensor, share: float) -> PositionEmbeddings:
+    """Pair after pair stands still, those that turn slowest first, since they tell positions apart least."""
+    pairs = angles_BTR.shape[-1]
+    left_R = share * pairs - torch.arange(pairs, device=angles_BTR.device)
+    angles_BTR = angles_BTR * left_R.clamp(0, 1)
+    return angles_BTR.cos(), angles_BTR.sin()
+
+
+def mixed(angles_BTR: Tensor, share: float) -> PositionEmbeddings:
+    """The rotation times share plus the identity times the rest: amid the way a key's place counts, not its distance alone."""
+    return share * angles_BTR.cos() + (1 - share), share * angles_BTR.sin()
+
+
+FADES: dict[str, Callable[[Tensor, float], PositionEmbeddings]] = {
+    "slow_first": slow_first,
+    "angles": smaller_angles,
+    "mixed": mixed,
+}
+"""Ways from RoPE (share 1) to none (share 0): cos and sin [B, T, R] at a share, without steps and the same at both ends."""
 
 
 class Rotary:
@@ -43,15 +73,24 @@ class Rotary:
         return self._on(device)[1]
 
     def tables(
-        self, positions_BT: Tensor, dtype: torch.dtype, share: float = 1.0
+        self,
+        positions_BT: Tensor,
+        dtype: torch.dtype,
+        share: float = 1.0,
+        fade: str = "slow_first",
     ) -> PositionEmbeddings:
-        """cos and sin at integer positions, computed in fp32 and returned as dtype; share: how much of RoPE is left."""
+        """cos and sin at integer positions, computed in fp32 and returned as dtype.
+
+        share: how much of RoPE is left; fade: what that means between 1 and 0, a name of FADES.
+        """
         frequencies, scaling = self._on(positions_BT.device)
-        if share != 1:
-            frequencies, scaling = frequencies * share, scaling**share
-        half = positions_BT[..., None].float() * frequencies
-        angles_BTD = torch.cat((half, half), dim=-1)
-        return (angles_BTD.cos() * scaling).to(dtype), (angles_BTD.sin() * scaling).to(dtype)
+        angles_BTR = positions_BT[..., None].float() * frequencies
+        if share == 1:
+            halves = angles_BTR.cos(), angles_BTR.sin()
+        else:
+            halves, scaling = FADES[fade](angles_BTR, share), scaling**share
+        cos, sin = (torch.cat((half, half), dim=-1) * scaling for half in halves)
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x_BTHD: Tensor, embeddings: PositionEmbeddings) -> Tensor:

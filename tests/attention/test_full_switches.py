@@ -17,8 +17,8 @@ from accelerate import cpu_offload
 from torch import Tensor
 
 from archsearch.attention.configuration_hydrahead import (
+    FA_CHOICES,
     FA_DEFAULTS,
-    LOG_SCALE_FORMS,
     HydraHeadConfig,
 )
 from archsearch.attention.dispatch import norm_and_rotate
@@ -26,7 +26,7 @@ from archsearch.attention.full import FullHeads
 from archsearch.attention.fusion import RMSNorm
 from archsearch.attention.modeling_hydrahead import CACHE_FIELD, HydraHeadForCausalLM
 from archsearch.attention.positions import LOG_SCALES, full_positions, set_rope_share
-from archsearch.attention.rotary import Rotary
+from archsearch.attention.rotary import FADES, Rotary
 from archsearch_kernels.prologue import reference
 from archsearch_kernels.prologue.heads import Part, plan_heads
 from tests.attention.test_modeling_hydrahead import build, draw
@@ -38,18 +38,24 @@ SCALES: dict[str, dict[str, Any]] = {
     "shifted": {"log_scale": True},
     "clipped": {"log_scale": True, "log_scale_form": "clipped", "log_scale_tokens": 20},
 }
-COMBINATIONS = [
-    {"rope_share": share, **scale, "norm": norm, "gate": gate}
+SHARES = [
+    {"rope_share": 1.0},
+    *({"rope_share": 0.4, "rope_fade": fade} for fade in FADES),
+    {"rope_share": 0.0},
+]
+COMBINATIONS: list[dict[str, Any]] = [
+    {**share, **scale, "norm": norm, "gate": gate}
     for share, scale, norm, gate in itertools.product(
-        (1.0, 0.5, 0.0), SCALES.values(), (False, True), (False, True)
+        SHARES, SCALES.values(), (False, True), (False, True)
     )
 ]
 
 
 def name_of(fa: dict[str, Any]) -> str:
     scale = fa.get("log_scale_form", "shifted") if fa.get("log_scale") else "none"
+    fade = fa.get("rope_fade", "")
     flags = "".join(f"-{name}" for name in ("norm", "gate") if fa[name])
-    return f"rope{fa['rope_share']:g}-{scale}{flags}"
+    return f"rope{fa['rope_share']:g}{fade}-{scale}{flags}"
 
 
 def model_of(fa: dict[str, Any], name: str = "FG", **changes: Any) -> HydraHeadForCausalLM:
@@ -125,10 +131,13 @@ def all_full(**fa: Any) -> HydraHeadForCausalLM:
     return model_of(fa, "F")
 
 
-def test_all_of_it_is_rope_and_none_of_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fade", FADES)
+def test_all_of_it_is_rope_and_none_of_it_is_none(
+    monkeypatch: pytest.MonkeyPatch, fade: str
+) -> None:
     """Bit by bit, from whatever share the model comes."""
     ids, plain = draw(2, 40), all_full()
-    moved = all_full(rope_share=0.3)
+    moved = all_full(rope_share=0.3, rope_fade=fade)
     set_rope_share(moved, 1.0)
     assert torch.equal(moved(ids).logits, plain(ids).logits)
     set_rope_share(moved, 0.0)
@@ -138,7 +147,7 @@ def test_all_of_it_is_rope_and_none_of_it_is_none(monkeypatch: pytest.MonkeyPatc
         patch.setattr(
             Rotary,
             "tables",
-            lambda self, positions, dtype, share=1.0: (
+            lambda self, positions, dtype: (
                 torch.ones(*positions.shape, 8, dtype=dtype),
                 torch.zeros(*positions.shape, 8, dtype=dtype),
             ),
@@ -161,13 +170,14 @@ def test_without_rope_only_the_order_of_the_keys_matters_not_their_places() -> N
     assert not torch.allclose(one, other, atol=1e-3)
 
 
+@pytest.mark.parametrize("fade", FADES)
 @pytest.mark.parametrize("rope_type", ["default", "yarn"])
-def test_logits_move_on_without_jumps(rope_type: str) -> None:
+def test_logits_move_on_without_jumps(rope_type: str, fade: str) -> None:
     """Ever smaller steps of the share change the logits ever less, at both ends too."""
-    rope = {"rope_theta": 1e4, "rope_type": rope_type}
+    rope: dict[str, Any] = {"rope_theta": 1e4, "rope_type": rope_type}
     if rope_type == "yarn":
         rope |= {"factor": 4.0, "original_max_position_embeddings": 16}
-    model, ids = model_of({}, "F", rope_parameters=rope), draw(2, 40)
+    model, ids = model_of({"rope_fade": fade}, "F", rope_parameters=rope), draw(2, 40)
 
     def at(share: float) -> Tensor:
         set_rope_share(model, share)
@@ -178,8 +188,48 @@ def test_logits_move_on_without_jumps(rope_type: str) -> None:
         here = at(share)
         sign = -1 if share == 1 else 1
         changes = [float((at(share + sign * step) - here).abs().max()) for step in (1e-2, 1e-4)]
-        assert 0 < changes[1] < 0.05 * changes[0]
+        assert changes[1] < 0.05 * changes[0] + 1e-5
     assert float((at(0.0) - at(1.0)).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("fade", FADES)
+def test_fades_meet_rope_and_the_identity(fade: str) -> None:
+    angles_BTR = torch.arange(50.0)[None, :, None] * torch.tensor([1.0, 0.3, 0.05, 0.002])
+    for share, angles in ((1.0, angles_BTR), (0.0, torch.zeros_like(angles_BTR))):
+        for found, expected in zip(
+            FADES[fade](angles_BTR, share), (angles.cos(), angles.sin()), strict=True
+        ):
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("fade", ["slow_first", "angles"])
+def test_amid_a_fade_only_distances_count(fade: str) -> None:
+    """A shift of all positions changes nothing; where rotations are mixed it does."""
+    x = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(0))
+
+    def shifted_by(count: int, name: str) -> Tensor:
+        full = all_full(rope_share=0.4, rope_fade=name).model.layers[0].self_attn.full
+        rotary, places = Rotary(full.config), torch.arange(count, count + 12)[None]
+        positions = full_positions(rotary, places, x.dtype, training=False)
+        output: Tensor = full(x, rotary.tables(places, x.dtype), positions=positions)
+        return output
+
+    torch.testing.assert_close(shifted_by(0, fade), shifted_by(7, fade), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(shifted_by(0, "mixed"), shifted_by(7, "mixed"), atol=1e-3)
+
+
+def test_the_slowest_pairs_stand_still_first() -> None:
+    positions = torch.arange(30)[None]
+    rotary = Rotary(HydraHeadConfig(head_dim=16))
+    cos, sin = rotary.tables(positions, torch.float32, 5 / 8)
+    whole_cos, whole_sin = rotary.tables(positions, torch.float32)
+    for pair in range(8):
+        for channel in (pair, pair + 8):
+            still = pair >= 5
+            expected = torch.ones(1, 30) if still else whole_cos[..., channel]
+            torch.testing.assert_close(cos[..., channel], expected)
+            expected = torch.zeros(1, 30) if still else whole_sin[..., channel]
+            torch.testing.assert_close(sin[..., channel], expected)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
@@ -194,7 +244,10 @@ def test_impossible_shares_are_refused(share: float) -> None:
 
 
 def test_every_form_is_one_that_a_config_may_name() -> None:
-    assert tuple(LOG_SCALES) == LOG_SCALE_FORMS
+    assert {name: set(names) for name, names in FA_CHOICES.items()} == {
+        "rope_fade": set(FADES),
+        "log_scale_form": set(LOG_SCALES),
+    }
 
 
 @pytest.mark.parametrize("form", LOG_SCALES)
@@ -375,7 +428,7 @@ def test_folders_from_before_the_switches_load_unchanged(
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("fa", COMBINATIONS[1::4], ids=name_of)
+@pytest.mark.parametrize("fa", COMBINATIONS[1::5], ids=name_of)
 def test_saved_with_what_the_model_has_now(tmp_path: Path, fa: dict[str, Any]) -> None:
     model, ids = model_of(fa), draw(1, 40)
     set_rope_share(model, 0.25)
@@ -390,6 +443,7 @@ def test_saved_with_what_the_model_has_now(tmp_path: Path, fa: dict[str, Any]) -
     [
         ({"rpoe": 1.0}, "fa .*'rpoe'.*allowed.*rope_share"),
         ({"rope_share": 1.5}, "fa.rope_share 1.5; allowed: 0 to 1"),
+        ({"rope_fade": "fast"}, "fa.rope_fade 'fast'; allowed: slow_first, angles, mixed"),
         ({"log_scale_form": "square"}, "fa.log_scale_form 'square'; allowed: shifted, clipped"),
         ({"log_scale_tokens": 1}, "fa.log_scale_tokens 1; allowed: 2 or more"),
     ],
