@@ -47,6 +47,11 @@ class FullBranch:
         return parameters
 
 
+def full_branch(teacher: Teacher, options: FullConfig, ids_BT: Tensor) -> FullBranch:
+    """The branch of these options, with gammas measured on the tokens where a norm needs them."""
+    return FullBranch(options, measure_gamma(teacher, ids_BT) if options.norm else None)
+
+
 def full_switches(options: FullConfig, tokens: int = 0) -> dict[str, Any]:
     """HydraHeadConfig.fa of a student that has been distilled on so many tokens."""
     switches = options.model_dump(exclude={"rope", "rope_fade_tokens"})

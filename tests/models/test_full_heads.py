@@ -12,6 +12,7 @@ from archsearch.headmap import HeadMap, Operator
 from archsearch.models.cut import cut
 from archsearch.models.full_heads import (
     FullBranch,
+    full_branch,
     full_switches,
     measure_gamma,
     rope_fader,
@@ -31,7 +32,7 @@ def teacher(request: pytest.FixtureRequest) -> Teacher:
 
 
 def branch(teacher: Teacher, **options: object) -> FullBranch:
-    return FullBranch(FullConfig.model_validate(options), measure_gamma(teacher, IDS))
+    return full_branch(teacher, FullConfig.model_validate(options), IDS)
 
 
 def head_outputs(model: nn.Module, layer: int, dim: int) -> Tensor:
@@ -94,6 +95,7 @@ def test_gamma_does_not_depend_on_how_tokens_are_cut_into_batches(teacher: Teach
 
 def test_a_norm_without_gamma_is_refused(teacher: Teacher) -> None:
     everywhere = HeadMap.uniform(teacher.shape, Operator.FULL)
+    assert branch(teacher, gate=True).gamma_LH is None
     with pytest.raises(ValueError, match=r"student\.full\.norm needs the gamma"):
         cut(teacher, None, everywhere, full=FullBranch(FullConfig(norm=True)))
 
