@@ -37,7 +37,8 @@ class DistillConfig(Section):
     checkpointing: bool = False
     """Compute each layer a second time in the backward pass instead of keeping what it made."""
     packed: bool = False
-    """Keep the documents of a row apart: attention and memory end at each end-of-text token."""
+    """Keep the documents of a row apart, attention and memory alike: as the training text marks them, else they end at
+    each end-of-text token."""
 
     @model_validator(mode="after")
     def _possible(self) -> DistillConfig:

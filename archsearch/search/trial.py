@@ -22,7 +22,7 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import RunConfig
 from ..cost import cache_bytes
 from ..data.answers_file import read_answers
-from ..data.corpora import training_batches
+from ..data.corpora import Packed, packed_batches, training_batches
 from ..data.niah import Probe, retrieval_rows
 from ..data.tasks import RETRIEVAL_KINDS, make_probes
 from ..errors import EnvironmentFault
@@ -39,6 +39,7 @@ from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
 from ..training.distill import distill
 from ..training.loop import NonFiniteLoss
+from ..training.packing import RawBatch
 from ..training.teacher_logits import TeacherLogits
 from .records import TrialResult, TrialSpec, trained_path
 from .trained import Trunk, load_to_go_on, save_trained
@@ -182,19 +183,23 @@ class TrialWorker:
             self._logits = TeacherLogits(self.teacher, self.config.distill, folder=folder)
         return self._logits
 
-    def _batches(self, sequences: int, start_step: int) -> Iterator[Tensor]:
+    def _batches(self, sequences: int, start_step: int) -> Iterator[RawBatch]:
         """The distillation's batches: the same for every candidate, so that none is lucky."""
         if self._train is None:
             self._train = self._read_train()
         text, rows = self._train
-        return training_batches(
-            text,
-            rows,
-            niah_share=self.config.data.niah_share if rows is not None else 0.0,
-            batch_sequences=sequences,
-            seed=self.config.seed,
-            start_step=start_step,
-        )
+        options: dict[str, Any] = {
+            "niah_share": self.config.data.niah_share if rows is not None else 0.0,
+            "batch_sequences": sequences,
+            "seed": self.config.seed,
+            "start_step": start_step,
+        }
+        marks = self.run_dir / STARTS_FILE
+        if self.config.distill.packed and marks.exists():
+            starts = np.load(marks, mmap_mode="r")
+            prompts = None if rows is None else Packed(rows)
+            return packed_batches(Packed(text, starts), prompts, **options)
+        return training_batches(text, rows, **options)
 
     def _read_train(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
         text = _read_tokens(self.run_dir / TRAIN_FILE)

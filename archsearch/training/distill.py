@@ -14,8 +14,8 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import DistillConfig
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
-from .loop import BatchSource, Plan, StepHook, TrainingState, train
-from .packing import end_of_text
+from .loop import Plan, Source, StepHook, TrainingState, train
+from .packing import end_of_text, ids_of
 from .student import LossWeights, StudentLoss, in_training
 from .teacher_logits import TeacherLogits
 
@@ -37,7 +37,7 @@ class Distillation:
 def distill(
     student: HydraHeadForCausalLM,
     teacher: Teacher,
-    batches: BatchSource,
+    batches: Source,
     *,
     tokens: int,
     config: DistillConfig,
@@ -49,13 +49,13 @@ def distill(
 ) -> Distillation:
     """Trains student in place on about `tokens` tokens, at least one batch, and leaves it in eval mode.
 
-    The student shares no trained tensor with the teacher and lies on its device. start_step counts the steps, and
+    batches gives token ids [B, T] on the CPU, or a PackedBatch. The student shares no trained tensor with the teacher and lies on its device. start_step counts the steps, and
     skips the batches, that an earlier distillation took. logits is what a worker's candidates share; at_fork is
     called with the steps done before the rate falls, once the parameters hold what they were by then. Raises
     NonFiniteLoss, ConfigError as TeacherLogits does.
     """
     started = time.monotonic()
-    batch_tokens = next(batches(0)).numel()
+    batch_tokens = ids_of(next(batches(0))).numel()
     steps = max(1, round(tokens / batch_tokens))
     last = start_step + steps
     plan = plan_of(config, last, start=start_step)

@@ -13,8 +13,8 @@ from ..config import DistillConfig, LongContextConfig
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .distill import FINAL_SHARE, Distillation, outcome
-from .loop import BatchSource, Plan, StepHook, train
-from .packing import end_of_text
+from .loop import Plan, Source, StepHook, train
+from .packing import end_of_text, ids_of
 from .student import LossWeights, StudentLoss, in_training
 from .teacher_logits import TeacherLogits
 
@@ -22,7 +22,7 @@ from .teacher_logits import TeacherLogits
 def tune_long_context(
     student: HydraHeadForCausalLM,
     teacher: Teacher,
-    batches: BatchSource,
+    batches: Source,
     config: LongContextConfig,
     *,
     before_step: StepHook | None = None,
@@ -34,7 +34,7 @@ def tune_long_context(
     kl; it lies on the student's device. Raises NonFiniteLoss, and ValueError where the batches are of another length.
     """
     started = time.monotonic()
-    shape = next(batches(0)).shape
+    shape = ids_of(next(batches(0))).shape
     if shape[1] != config.sequence_length:
         raise ValueError(
             f"batches of {shape[1]} tokens a row; long_context.sequence_length is {config.sequence_length}"

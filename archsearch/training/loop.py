@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ from .masters import MasterOptimizer, Masters
 BatchSource = Callable[[int], Iterator[Tensor]]
 """Gives the batches of token ids [B, T], on the CPU, from a step on, without end; the same ones at every call."""
 
-LossStep = Callable[[Tensor], Tensor]
+Source = Callable[[int], Iterator[Any]]
+"""A BatchSource whose batches may hold more than ids."""
+
+LossStep = Callable[[Any], Tensor]
 """Adds a batch's gradients to the parameters and returns its detached scalar loss, on the device."""
 
 StepHook = Callable[[int, int], None]
@@ -135,7 +139,7 @@ def train(
     state: TrainingState,
     plan: Plan,
     loss_step: LossStep,
-    batches: BatchSource,
+    batches: Source,
     *,
     until: int | None = None,
     save: SaveState | None = None,

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
+from ..data.corpora import PackedBatch
 from .losses import IGNORED, next_tokens
+
+RawBatch = Tensor | PackedBatch
+"""Token ids [B, T] on the CPU, or with the starts of their documents."""
+
+
+def ids_of(batch: RawBatch) -> Tensor:
+    """The token ids of a batch."""
+    return batch if isinstance(batch, Tensor) else batch.input_ids
 
 
 @dataclass(frozen=True)
@@ -28,19 +37,21 @@ class Batch:
     key: str
 
     @classmethod
-    def of(cls, ids_BT: Tensor, device: torch.device, end_token: int | None = None) -> Batch:
-        """From ids on the CPU; end_token ends a document, None leaves each row whole."""
-        starts_BT = None if end_token is None else document_starts(ids_BT, end_token)
+    def of(cls, batch: RawBatch, device: torch.device, end_token: int | None = None) -> Batch:
+        """From a batch on the CPU; where it does not say where documents start, end_token ends one, None leaves rows whole."""
+        ids_BT, starts_BT = ids_of(batch), None
+        if isinstance(batch, PackedBatch):
+            starts_BT = batch.starts
+        elif end_token is not None:
+            starts_BT = document_starts(ids_BT, end_token)
         labels_M = next_tokens(ids_BT, starts_BT)
         bounds_N = None if starts_BT is None else document_bounds(starts_BT)
-        digest = hashlib.blake2b(repr((tuple(ids_BT.shape), end_token)).encode(), digest_size=16)
-        digest.update(ids_BT.numpy().tobytes())
         return cls(
             _moved(ids_BT, device),
             _moved(labels_M, device),
             int((labels_M != IGNORED).sum()),
             None if bounds_N is None else _moved(bounds_N, device),
-            digest.hexdigest(),
+            _digest(ids_BT, starts_BT),
         )
 
 
@@ -65,3 +76,11 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def _digest(ids_BT: Tensor, starts_BT: Tensor | None) -> str:
+    digest = hashlib.blake2b(repr(tuple(ids_BT.shape)).encode(), digest_size=16)
+    digest.update(ids_BT.numpy().tobytes())
+    if starts_BT is not None:
+        digest.update(starts_BT.numpy().tobytes())
+    return digest.hexdigest()

@@ -26,7 +26,8 @@ from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .checkpoint import read_checkpoint, save_checkpoint
 from .distill import plan_of, student_loss
-from .loop import BatchSource, LossStep, Plan, StepHook, TrainingState, train
+from .loop import LossStep, Plan, Source, StepHook, TrainingState, train
+from .packing import ids_of
 from .student import in_training
 from .teacher_logits import TeacherLogits
 
@@ -53,7 +54,7 @@ class Reading:
 def distill_with_readings(
     student: HydraHeadForCausalLM,
     teacher: Teacher,
-    batches: BatchSource,
+    batches: Source,
     *,
     readings: Sequence[int],
     measure: Measure,
@@ -76,7 +77,7 @@ def distill_with_readings(
         raise ValueError(f"readings {list(readings)} do not ascend from 0")
     if config.decay_share >= 1:
         raise ValueError(f"decay_share {config.decay_share} leaves no steps at a constant rate")
-    batch = next(batches(0))
+    batch = ids_of(next(batches(0)))
     loss = student_loss(student, teacher, config, logits)
     with in_training(student, config.trainable, checkpointing=config.checkpointing) as state:
         steps = [_steps(tokens, batch.numel()) for tokens in readings]
@@ -105,7 +106,7 @@ class _Trunk:
         student: HydraHeadForCausalLM,
         state: TrainingState,
         loss: LossStep,
-        batches: BatchSource,
+        batches: Source,
         checkpoint: Path | None,
         identity: str,
         before_step: StepHook | None,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from .loop import TrainingState, mixed_precision, native_precision, product_dtype
 from .losses import NextToken, Weighted, backward_logits, pull_hidden
-from .packing import Batch
+from .packing import Batch, RawBatch
 from .teacher_logits import TeacherLogits, final_hidden
 
 
@@ -34,7 +34,8 @@ class StudentLoss:
     """The LossStep of a student: the weighted terms, each a mean over positions.
 
     A student of one dtype computes in it (an fp32 one multiplies in bf16 on a GPU); with fp32 weights among bf16 ones it
-    runs under autocast. teacher may be None where only ce counts. end_token ends documents that do not see each other.
+    runs under autocast. teacher may be None where only ce counts. end_token ends documents that do not see each other, in batches
+    that do not say where documents start.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class StudentLoss:
         mixed = len({parameter.dtype for parameter in student.parameters()}) > 1
         self._precision = mixed_precision if mixed else native_precision
 
-    def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Adds the gradients of a batch of ids on the CPU; returns its loss."""
-        batch = Batch.of(ids_BT, self._device, self._end_token)
+    def __call__(self, raw: RawBatch) -> Tensor:
+        """Adds the gradients of a batch on the CPU; returns its loss."""
+        batch = Batch.of(raw, self._device, self._end_token)
         target, theirs_MC = (None, None) if self._teacher is None else self._teacher(batch)
         with self._precision(self._device, self._dtype):
             ours_MC = final_hidden(self._student, batch)

@@ -224,6 +224,23 @@ def test_candidates_share_the_teachers_answers_on_disk_too(
     assert len(list((run_dir / trial.TEACHER_LOGITS).rglob("*.safetensors"))) == 2
 
 
+def test_marked_documents_of_the_training_text_are_kept_apart(
+    payload: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(payload["run_dir"], tmp_path / "run")
+    rows = np.load(run_dir / "train.npy")
+    options = payload["config"]["distill"] | {"packed": True}
+    config = payload["config"] | {"distill": options}
+    spec, found = spec_of("FGGG", "GGGF", tokens=2 * LENGTH), []
+    for marks in ([0], [0, 100, 300], [0, 100, 300]):
+        starts = np.zeros(rows.shape, dtype=bool)
+        starts[:, marks] = True
+        np.save(run_dir / trial.STARTS_FILE, starts)
+        found.append(metrics_of(TrialWorker({"config": config, "run_dir": str(run_dir)})(spec)))
+    assert found[1] == found[2]
+    assert found[0]["kl"] != found[1]["kl"]
+
+
 def test_weights_of_another_map_are_refused(worker: TrialWorker) -> None:
     spec = spec_of("GGGG", "GFGG", tokens=2 * LENGTH)
     worker(spec)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
 from archsearch.config import DistillConfig
+from archsearch.data.corpora import PackedBatch
 from archsearch.headmap import HeadMap
 from archsearch.models.cut import cut
 from archsearch.models.teacher import Teacher
@@ -138,6 +139,21 @@ def test_packed_documents_train_as_each_alone(teacher: Teacher) -> None:
     assert value == pytest.approx(total, rel=1e-5)
     for name, gradient in sums.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_marked_documents_go_before_end_tokens(teacher: Teacher) -> None:
+    ids = random_tokens(2, 30, seed=5)
+    ids[:, 9] = END
+    starts = document_starts(ids, END)
+    student, logits = student_of(teacher), TeacherLogits(teacher, DistillConfig())
+    ended = StudentLoss(student, logits, LossWeights(kl=1.0), end_token=END)
+    marked = StudentLoss(student, logits, LossWeights(kl=1.0))
+    assert float(marked(PackedBatch(ids, starts))) == float(ended(ids))
+    other = starts.clone()
+    other[:, 20] = True
+    assert float(ended(PackedBatch(ids, other))) != float(ended(ids))
+    for parameter in student.parameters():
+        parameter.grad = None
 
 
 def test_half_precision_weights_learn_as_full_ones(teacher: Teacher) -> None:
