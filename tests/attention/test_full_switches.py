@@ -88,6 +88,15 @@ def test_left_padded_equals_unpadded(fa: dict[str, Any]) -> None:
     torch.testing.assert_close(step[:1], model(ids[:1]).logits[:, -2:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("fa", COMBINATIONS, ids=name_of)
+def test_packed_documents_equal_documents_alone(fa: dict[str, Any]) -> None:
+    model, ids, bounds = model_of(fa), draw(2, 50), [0, 17, 50, 59, 100]
+    packed = model(ids, cu_seqlens=torch.tensor(bounds)).logits.flatten(0, 1)
+    for start, stop in itertools.pairwise(bounds):
+        alone = model(ids.flatten()[None, start:stop]).logits[0]
+        torch.testing.assert_close(packed[start:stop], alone, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("scale", SCALES)
 def test_heads_that_share_keys_with_windows_decode(share: float, scale: str) -> None:
