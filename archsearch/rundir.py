@@ -30,6 +30,8 @@ RESUMABLE = (
     "execution.",
     "kernels.",
     "supernet.checkpoint_minutes",
+    "distill.cache_gib",
+    "distill.checkpointing",
 )
 """Fields that may change between two calls of one run, since no finished work depends on them."""
 
