@@ -40,6 +40,7 @@ from .training.loop import BatchSource
 
 SCHEMA = 1
 MISSING = "missing"
+ALIGNMENT_FILE = "alignment.json"
 
 
 @dataclass
@@ -124,6 +125,7 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         context.supernet = Supernet.load(source, teacher)
         with run_dir.replacing(target.name) as path:
             shutil.copyfile(source, path)
+        _write_alignment(context)
         tokens = context.supernet.meta.get("tokens")
         trained = f", trained on {tokens:,} tokens" if tokens else ""
         return f"{bytes_text(target.stat().st_size)} from {config.supernet.source}{trained}"
@@ -143,7 +145,9 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         heldout_NT=_token_tensor(np.load(run_dir / HELDOUT_FILE)),
         seed=context.seed("align"),
         progress=progress,
+        say=progress.line,
     )
+    _write_alignment(context)
     context.supernet.save(target, teacher, rank=config.supernet.rank)
     checkpoint.unlink(missing_ok=True)
     error = context.supernet.meta["metrics"]["error_median"]
@@ -151,6 +155,14 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         f"{config.supernet.tokens:,} tokens, median error of a twin {error:.3f}, "
         f"{bytes_text(target.stat().st_size)}"
     )
+
+
+def _write_alignment(context: RunContext) -> None:
+    """Writes alignment.json: what the supernet knows of its twins' errors, by head and over time."""
+    assert context.supernet is not None
+    meta = context.supernet.meta
+    if found := {name: meta[name] for name in ("tokens", "init", "metrics") if name in meta}:
+        context.run_dir.write_json(ALIGNMENT_FILE, {"schema": SCHEMA, **found})
 
 
 def _batches(context: RunContext) -> BatchSource:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .textconfig import NonNegative, Positive, Rate, Section
+from .textconfig import NonNegative, Positive, Rate, Section, Share
 
 HalfLifeName = Literal["attention", "fixed", "spread"]
 WriteName = Literal["entropy", "constant"]
@@ -79,5 +79,9 @@ class SupernetConfig(Section):
     checkpoint_minutes: Rate = 2.0
     rank: NonNegative = 0
     """Rank of the stored deltas from the teacher's weights; 0 keeps them whole."""
+    stop_below: Rate | None = None
+    """A layer whose training error, mean over its heads, is below this is trained no further."""
+    stop_gain: Share | None = None
+    """Nor is one whose error fell by less than this share over the last tenth of the steps."""
     gdn: GdnConfig = GdnConfig()
     init: TwinInitConfig = TwinInitConfig()

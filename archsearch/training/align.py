@@ -9,6 +9,7 @@ Shapes: L layers, B sequences, T tokens, C hidden size, H query heads, D head_di
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..models.supernet import Supernet
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .calibrate import calibrate
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import read_checkpoint, save_checkpoint
+from .head_errors import HeadErrors
 from .loop import (
     BatchSource,
     Plan,
@@ -36,6 +38,8 @@ from .twin_error import TwinErrors, as_o_proj_sees, measure_twins, output_roots
 CALIBRATION_TOKENS = 8192
 HELDOUT_TOKENS = 32_768
 """Most held-out tokens that the final error is measured on."""
+ROWS_A_LINE = 4
+"""A line is said of every so many rows of errors."""
 
 
 def align(
@@ -48,13 +52,15 @@ def align(
     heldout_NT: Tensor,
     seed: int = 0,
     progress: Progress = ignore_progress,
+    say: Callable[[str], None] | None = None,
 ) -> Supernet:
     """Calibrates and trains migrated twins in place on about config.tokens tokens, and returns them.
 
     batches(step) gives the batches [B, T] from that step on. Where checkpoint exists, training goes on from
     it and ends exactly where it would have; it is written every config.checkpoint_minutes, and stays
     for the caller to delete once the supernet is saved. heldout_NT is what the final errors in
-    supernet.meta["metrics"] are measured on. progress counts steps.
+    supernet.meta["metrics"] are measured on; its "history" has the errors of training by head and time.
+    progress counts steps, say gets a line on the heads' errors now and then.
 
     Raises NonFiniteLoss, ConfigError where the checkpoint belongs to other settings, and
     EnvironmentFault where it is damaged.
@@ -65,54 +71,81 @@ def align(
         learning_rate=config.learning_rate,
         warmup_steps=config.warmup_steps,
     )
-    identity = _identity(teacher, config, first_BT, seed)
     supernet.to(device=teacher.device, dtype=torch.float32).requires_grad_(True)
     groups = [list(twin.parameters()) for twin in supernet.twins]
     state = TrainingState(dict(supernet.named_parameters()), groups)
-    if checkpoint.exists():
-        extra = load_checkpoint(state, checkpoint, identity=identity)
-        variance_LH = extra["variance"].to(teacher.device)
-    else:
+    shape = (teacher.shape.num_layers, teacher.shape.num_heads)
+    errors = HeadErrors(shape, plan.steps, config, teacher.device)
+    saved = _Checkpoints(checkpoint, _identity(teacher, config, first_BT, seed), errors)
+    variance_LH = saved.resume(state, teacher.device)
+    if variance_LH is None:
         sample_NT = first_BT[: max(1, CALIBRATION_TOKENS // first_BT.shape[1])]
-        calibrate(teacher, supernet, sample_NT)
+        calibrate(teacher, supernet, sample_NT, config.init, seed=seed)
         variance_LH = measure_twins(teacher, supernet, sample_NT).variance_LH
-    save_state = _Saver(checkpoint, identity, variance_LH)
+    saved.variance_LH = variance_LH
+
+    def before_step(step: int, _: int = 0) -> None:
+        rows = len(errors.rows)
+        errors.before_step(step)
+        if say is not None and len(errors.rows) > rows and not len(errors.rows) % ROWS_A_LINE:
+            say(errors.line(first_BT.numel()))
+
     train(
         state,
         plan,
-        AlignmentLoss(teacher, supernet, variance_LH),
+        AlignmentLoss(teacher, supernet, variance_LH, errors),
         batches,
-        save=save_state,
+        save=saved.save,
         save_seconds=config.checkpoint_minutes * 60,
+        before_step=before_step,
         progress=progress,
     )
+    before_step(plan.steps)
     supernet.requires_grad_(False)
     rows = max(1, HELDOUT_TOKENS // heldout_NT.shape[1])
-    errors = measure_twins(teacher, supernet, heldout_NT[:rows])
-    supernet.meta |= {"tokens": plan.steps * first_BT.numel(), "seed": seed}
-    supernet.meta["metrics"] = error_report(errors) | {"losses": state.losses}
+    report = error_report(measure_twins(teacher, supernet, heldout_NT[:rows]))
+    report |= {"losses": state.losses, "history": errors.history(first_BT.numel())}
+    tokens = plan.steps * first_BT.numel()
+    init = config.init.model_dump(mode="json")
+    supernet.meta |= {"tokens": tokens, "seed": seed, "init": init, "metrics": report}
     return supernet
 
 
 class AlignmentLoss:
-    """The LossStep of alignment: mean over heads of squared error over variance, as o_proj sees both."""
+    """The LossStep of alignment: mean over heads of squared error over variance, as o_proj sees both.
 
-    def __init__(self, teacher: Teacher, supernet: Supernet, variance_LH: Tensor) -> None:
+    Every head counts the same, whatever its size. errors, where given, is told of each head's error and says which
+    layers are still trained: the others cost nothing, and count with their last error.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        supernet: Supernet,
+        variance_LH: Tensor,
+        errors: HeadErrors | None = None,
+    ) -> None:
         self._teacher = teacher
         self._twins = supernet.twins
         self._roots = output_roots(teacher.model)
-        self._weights_LH = 1 / (variance_LH * variance_LH.shape[1])
-        self._loss_L: list[Tensor] = []
+        self._variance_LH = variance_LH
+        self._errors = errors
+        self._sum = torch.zeros((), device=teacher.device)
 
     def __call__(self, ids_BT: Tensor) -> Tensor:
         """Adds the gradients of a batch; returns the mean over layers."""
-        device = self._teacher.device
-        self._loss_L = []
+        device, errors = self._teacher.device, self._errors
+        self._sum = torch.zeros((), device=device)
         if device.type == "cuda":
             ids_BT = ids_BT.pin_memory()
+        ids_BT = ids_BT.to(device, non_blocking=True)
+        active = None if errors is None else errors.active
         with torch.no_grad(), mixed_precision(device, self._teacher.model.dtype):
-            visit_layers(self._teacher.model, ids_BT.to(device, non_blocking=True), self._layer)
-        return torch.stack(self._loss_L).mean()
+            visit_layers(self._teacher.model, ids_BT, self._layer, active)
+        if errors is not None:
+            errors.end_step()
+            self._sum = self._sum + errors.resting_sum
+        return self._sum / len(self._twins)
 
     def _layer(
         self, layer: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, o_BTHD: Tensor
@@ -122,22 +155,40 @@ class AlignmentLoss:
             with full_precision(x_BTC.device):
                 error_HMD = as_o_proj_sees(twin_BTHD.float() - o_BTHD.float(), self._roots[layer])
                 squared_H = error_HMD.square().sum(-1).mean(-1)
-                loss = (squared_H * self._weights_LH[layer]).sum()
+                relative_H = squared_H / self._variance_LH[layer]
+                loss = relative_H.mean()
                 loss.backward()
-        self._loss_L.append(loss.detach())
+        self._sum += loss.detach()
+        if self._errors is not None:
+            self._errors.add(layer, relative_H.detach())
 
 
-class _Saver:
-    """Writes the checkpoints of one alignment."""
+class _Checkpoints:
+    """Reads and writes the checkpoints of one alignment."""
 
-    def __init__(self, path: Path, identity: str, variance_LH: Tensor) -> None:
-        self._path = path
-        self._identity = identity
-        self._variance_LH = variance_LH
+    def __init__(self, path: Path, identity: str, errors: HeadErrors) -> None:
+        self._path, self._identity, self._errors = path, identity, errors
+        self.variance_LH: Tensor | None = None
 
-    def __call__(self, state: TrainingState) -> None:
-        extra = {"variance": self._variance_LH}
-        save_checkpoint(state, self._path, identity=self._identity, extra=extra)
+    def resume(self, state: TrainingState, device: torch.device) -> Tensor | None:
+        """Fills state and errors from the file and returns the heads' variances; None where there is no file."""
+        if not self._path.exists():
+            return None
+        extra = read_checkpoint(state, self._path, identity=self._identity)
+        self._errors.restore(extra.tensors, extra.notes)
+        return extra.tensors["variance"].to(device)
+
+    def save(self, state: TrainingState) -> None:
+        """Writes the file."""
+        assert self.variance_LH is not None
+        tensors, notes = self._errors.save()
+        save_checkpoint(
+            state,
+            self._path,
+            identity=self._identity,
+            extra=tensors | {"variance": self.variance_LH},
+            notes=notes,
+        )
 
 
 def error_report(errors: TwinErrors) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, C hidden size, H query heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,22 +17,30 @@ Visit = Callable[[int, Tensor, PositionEmbeddings, Tensor], None]
 """(layer, x_BTC after the input norm, RoPE tables, head outputs o_BTHD before o_proj)."""
 
 
-def visit_layers(model: HydraHeadForCausalLM, ids_BT: Tensor, visit: Visit) -> None:
-    """Runs the model once, without logits, and calls visit in every layer while it runs.
+def visit_layers(
+    model: HydraHeadForCausalLM,
+    ids_BT: Tensor,
+    visit: Visit,
+    layers: Collection[int] | None = None,
+) -> None:
+    """Runs the model once, without logits, and calls visit in every layer, or in those of layers, while it runs.
 
-    Nothing is kept between layers, so that memory does not grow with their number. Gradients are off
-    or on in visit as the caller left them.
+    What lies behind the last layer to visit does not run. Nothing is kept between layers, so that memory does not grow
+    with their number. Gradients are off or on in visit as the caller left them.
     """
+    wanted = range(len(model.model.layers)) if layers is None else sorted(layers)
+    if not wanted:
+        return
     handles = []
-    for index, layer in enumerate(model.model.layers):
-        attention = layer.self_attn
+    for index in wanted:
+        attention = model.model.layers[index].self_attn
         tap = _Tap(index, model.config.head_dim, visit)
         handles += [
             attention.register_forward_pre_hook(tap.enter, with_kwargs=True),
             attention.o_proj.register_forward_pre_hook(tap.leave),
         ]
     try:
-        model.model(input_ids=ids_BT, use_cache=False)
+        model.model.run_layers(model.model.embed_tokens(ids_BT), 0, wanted[-1] + 1)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +29,14 @@ class Interrupted(Exception):
     """Stands for a kill in the middle of a run."""
 
 
-def config_of(steps: int = STEPS, *, checkpoint_minutes: float = 1e-9) -> SupernetConfig:
+def config_of(steps: int = STEPS, **settings: Any) -> SupernetConfig:
     return SupernetConfig(
         tokens=steps * BATCH_TOKENS,
         batch_tokens=BATCH_TOKENS,
         learning_rate=3e-3,
         warmup_steps=2,
-        checkpoint_minutes=checkpoint_minutes,
+        checkpoint_minutes=1e-9,
+        **settings,
     )
 
 
@@ -57,6 +59,7 @@ def test_error_falls_and_is_reported(
     calibrated = float(measure_twins(teacher, supernet, heldout_NT).relative_LH.mean())
     supernet = Supernet.migrated(teacher, GdnConfig())
     calls: list[tuple[int, int]] = []
+    lines: list[str] = []
     align(
         teacher,
         supernet,
@@ -66,6 +69,7 @@ def test_error_falls_and_is_reported(
         heldout_NT=heldout_NT,
         seed=3,
         progress=lambda done, total: calls.append((done, total)),
+        say=lines.append,
     )
     metrics = supernet.meta["metrics"]
     losses = [loss for _, loss in metrics["losses"]]
@@ -80,12 +84,60 @@ def test_error_falls_and_is_reported(
     assert metrics["error_median"] == pytest.approx(float(relative_LH.median()))
     assert len(metrics["error_by_layer"]) == teacher.shape.num_layers
     assert not any(parameter.requires_grad for parameter in supernet.parameters())
+    history = metrics["history"]
+    assert history["tokens"][-1] == 120 * BATCH_TOKENS
+    first, last = (torch.tensor(history["error_by_head"][row]) for row in (0, -1))
+    assert first.shape == relative_LH.shape
+    assert last.mean() < first.mean()
+    assert len(lines) == len(history["tokens"]) // 4
+    assert lines[-1].startswith(f"alignment at {120 * BATCH_TOKENS:,} tokens: median error ")
 
 
+def counting(supernet: Supernet) -> list[int]:
+    """How often each layer's twins run with gradients, counted from now on."""
+    calls = [0] * len(supernet.twins)
+
+    def count(layer: int) -> None:
+        calls[layer] += torch.is_grad_enabled()
+
+    for layer, twin in enumerate(supernet.twins):
+        twin.register_forward_hook(lambda *_, layer=layer: count(layer))
+    return calls
+
+
+@pytest.mark.parametrize("all_rest", [True, False])
+def test_a_layer_that_has_converged_costs_nothing(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path, all_rest: bool
+) -> None:
+    probe = Supernet.migrated(teacher, GdnConfig())
+    calibrate(teacher, probe, next(batches(0)))
+    start_L = measure_twins(teacher, probe, next(batches(0))).relative_LH.mean(1)
+    supernet = Supernet.migrated(teacher, GdnConfig())
+    calls = counting(supernet)
+    aligned = align(
+        teacher,
+        supernet,
+        batches,
+        # Between what both layers start from, one of them is done at once.
+        config_of(40, stop_below=9.0 if all_rest else float(start_L.mean())),
+        checkpoint=tmp_path / "align.safetensors",
+        heldout_NT=random_tokens(2, 48),
+    )
+    stopped = aligned.meta["metrics"]["history"]["stopped_tokens"]
+    steps = [stopped.get(str(layer), 40 * BATCH_TOKENS) // BATCH_TOKENS for layer in range(2)]
+    assert calls == steps
+    if all_rest:
+        assert steps == [2, 2]
+    else:
+        assert steps[int(start_L.argmin())] < min(40, steps[int(start_L.argmax())])
+
+
+@pytest.mark.parametrize("stop_below", [None, 0.87])
 def test_resumed_equals_uninterrupted(
-    teacher: Teacher, batches: BatchSource, tmp_path: Path
+    teacher: Teacher, batches: BatchSource, tmp_path: Path, stop_below: float | None
 ) -> None:
     results = []
+    config = config_of(stop_below=stop_below)
     for name, stop in (("whole", None), ("early", 1), ("late", 7)):
         checkpoint = tmp_path / f"{name}.safetensors"
         arguments = {"checkpoint": checkpoint, "heldout_NT": random_tokens(2, 48)}
@@ -95,19 +147,21 @@ def test_resumed_equals_uninterrupted(
                     teacher,
                     Supernet.migrated(teacher, GdnConfig()),
                     stopping(batches, stop),
-                    config_of(),
+                    config,
                     **arguments,
                 )
             assert checkpoint.exists()
         supernet = Supernet.migrated(teacher, GdnConfig())
-        results.append(align(teacher, supernet, batches, config_of(), **arguments))
-    whole = results[0].state_dict()
+        results.append(align(teacher, supernet, batches, config, **arguments))
+    whole, metrics = results[0].state_dict(), results[0].meta["metrics"]
+    assert bool(metrics["history"]["stopped_tokens"]) == (stop_below is not None), metrics[
+        "history"
+    ]
     for resumed in results[1:]:
         for name, value in resumed.state_dict().items():
             assert torch.equal(value, whole[name]), name
-        assert (
-            resumed.meta["metrics"]["error_by_head"] == results[0].meta["metrics"]["error_by_head"]
-        )
+        for name in ("error_by_head", "history"):
+            assert resumed.meta["metrics"][name] == metrics[name]
 
 
 def test_checkpoint_of_other_settings_is_refused(
