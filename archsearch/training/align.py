@@ -16,24 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.rotary import PositionEmbeddings
 from ..config import SupernetConfig
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
+from .alignment_loss import AlignmentLoss
 from .calibrate import calibrate
 from .checkpoint import read_checkpoint, save_checkpoint
 from .head_errors import HeadErrors
-from .loop import (
-    BatchSource,
-    Plan,
-    TrainingState,
-    full_precision,
-    mixed_precision,
-    train,
-)
-from .taps import visit_layers
-from .twin_error import TwinErrors, as_o_proj_sees, measure_twins, output_roots
+from .loop import BatchSource, Plan, TrainingState, train
+from .twin_error import TwinErrors, measure_twins
+
+__all__ = ["AlignmentLoss", "align", "error_report"]
 
 CALIBRATION_TOKENS = 8192
 HELDOUT_TOKENS = 32_768
@@ -109,58 +103,6 @@ def align(
     init = config.init.model_dump(mode="json")
     supernet.meta |= {"tokens": tokens, "seed": seed, "init": init, "metrics": report}
     return supernet
-
-
-class AlignmentLoss:
-    """The LossStep of alignment: mean over heads of squared error over variance, as o_proj sees both.
-
-    Every head counts the same, whatever its size. errors, where given, is told of each head's error and says which
-    layers are still trained: the others cost nothing, and count with their last error.
-    """
-
-    def __init__(
-        self,
-        teacher: Teacher,
-        supernet: Supernet,
-        variance_LH: Tensor,
-        errors: HeadErrors | None = None,
-    ) -> None:
-        self._teacher = teacher
-        self._twins = supernet.twins
-        self._roots = output_roots(teacher.model)
-        self._variance_LH = variance_LH
-        self._errors = errors
-        self._sum = torch.zeros((), device=teacher.device)
-
-    def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Adds the gradients of a batch; returns the mean over layers."""
-        device, errors = self._teacher.device, self._errors
-        self._sum = torch.zeros((), device=device)
-        if device.type == "cuda":
-            ids_BT = ids_BT.pin_memory()
-        ids_BT = ids_BT.to(device, non_blocking=True)
-        active = None if errors is None else errors.active
-        with torch.no_grad(), mixed_precision(device, self._teacher.model.dtype):
-            visit_layers(self._teacher.model, ids_BT, self._layer, active)
-        if errors is not None:
-            errors.end_step()
-            self._sum = self._sum + errors.resting_sum
-        return self._sum / len(self._twins)
-
-    def _layer(
-        self, layer: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, o_BTHD: Tensor
-    ) -> None:
-        with torch.enable_grad():
-            twin_BTHD = self._twins[layer](x_BTC, position_embeddings)
-            with full_precision(x_BTC.device):
-                error_HMD = as_o_proj_sees(twin_BTHD.float() - o_BTHD.float(), self._roots[layer])
-                squared_H = error_HMD.square().sum(-1).mean(-1)
-                relative_H = squared_H / self._variance_LH[layer]
-                loss = relative_H.mean()
-                loss.backward()
-        self._sum += loss.detach()
-        if self._errors is not None:
-            self._errors.add(layer, relative_H.detach())
 
 
 class _Checkpoints:

@@ -8,6 +8,7 @@ Shapes: L layers, B sequences, T tokens, C hidden size, H query heads, D head_di
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,44 +66,64 @@ def measure_twins(
 
     Raises ValueError where tokens are not [N, T] or empty.
     """
+    return measure_banks(teacher, [supernet], tokens_NT, batch_tokens=batch_tokens)[0]
+
+
+def measure_banks(
+    teacher: Teacher,
+    supernets: Sequence[Supernet],
+    tokens_NT: Tensor,
+    *,
+    layers: Collection[int] | None = None,
+    batch_tokens: int = 8192,
+) -> list[TwinErrors]:
+    """measure_twins of several supernets in one pass of the teacher; errors of layers left out are zero.
+
+    Raises ValueError where tokens are not [N, T] or empty.
+    """
     if tokens_NT.ndim != 2 or tokens_NT.numel() == 0:
         raise ValueError(f"tokens have shape {tuple(tokens_NT.shape)}, not [N, T]")
-    sums = _Sums(teacher, supernet)
+    sums = _Sums(teacher, supernets)
     rows = max(1, batch_tokens // tokens_NT.shape[1])
     with torch.no_grad(), mixed_precision(teacher.device, teacher.model.dtype):
         for ids_BT in tokens_NT.long().split(rows):
-            visit_layers(teacher.model, ids_BT.to(teacher.device), sums.add)
+            visit_layers(teacher.model, ids_BT.to(teacher.device), sums.add, layers)
     return sums.errors(tokens_NT.numel())
 
 
 class _Sums:
     """Sums over tokens of squared errors, squared heads and heads; fp64, since the variance cancels."""
 
-    def __init__(self, teacher: Teacher, supernet: Supernet) -> None:
-        self._twins = supernet.twins
+    def __init__(self, teacher: Teacher, supernets: Sequence[Supernet]) -> None:
+        self._banks = [supernet.twins for supernet in supernets]
         self._roots = output_roots(teacher.model)
         shape = self._roots.shape[:3]
         device = teacher.device
-        self._error_LH = torch.zeros(shape[:2], dtype=torch.float64, device=device)
-        self._square_LH = torch.zeros_like(self._error_LH)
+        self._square_LH = torch.zeros(shape[:2], dtype=torch.float64, device=device)
+        self._errors = [torch.zeros_like(self._square_LH) for _ in supernets]
         self._sum_LHD = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def add(
         self, layer: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, o_BTHD: Tensor
     ) -> None:
-        twin_BTHD = self._twins[layer](x_BTC, position_embeddings)
+        outputs = [twins[layer](x_BTC, position_embeddings) for twins in self._banks]
+        root_HDD = self._roots[layer]
         with full_precision(x_BTC.device):
-            error_HMD = as_o_proj_sees(twin_BTHD.float() - o_BTHD.float(), self._roots[layer])
-            head_HMD = as_o_proj_sees(o_BTHD, self._roots[layer])
-            self._error_LH[layer] += error_HMD.square().sum((1, 2), dtype=torch.float64)
+            head_HMD = as_o_proj_sees(o_BTHD, root_HDD)
             self._square_LH[layer] += head_HMD.square().sum((1, 2), dtype=torch.float64)
             self._sum_LHD[layer] += head_HMD.sum(1, dtype=torch.float64)
+            for error_LH, twin_BTHD in zip(self._errors, outputs, strict=True):
+                error_HMD = as_o_proj_sees(twin_BTHD.float() - o_BTHD.float(), root_HDD)
+                error_LH[layer] += error_HMD.square().sum((1, 2), dtype=torch.float64)
 
-    def errors(self, tokens: int) -> TwinErrors:
+    def errors(self, tokens: int) -> list[TwinErrors]:
         mean_LHD = self._sum_LHD / tokens
         variance_LH = self._square_LH / tokens - mean_LHD.square().sum(-1)
         floor_L1 = SMALLEST_SHARE * variance_LH.mean(1, keepdim=True)
         variance_LH = torch.maximum(variance_LH, floor_L1).clamp(
             min=torch.finfo(torch.float32).tiny
         )
-        return TwinErrors((self._error_LH / tokens).float(), variance_LH.float())
+        return [
+            TwinErrors((error_LH / tokens).float(), variance_LH.float())
+            for error_LH in self._errors
+        ]
