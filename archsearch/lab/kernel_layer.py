@@ -60,6 +60,11 @@ def with_remade_heads(**arguments: Any) -> Tensor:
     return ours(**arguments, remake=True)
 
 
+def with_least_memory(**arguments: Any) -> Tensor:
+    """Our layer, making q and k again and going through the delta rule's backward pass in two parts."""
+    return ours(**arguments, remake=True, backward_parts=2)
+
+
 _streams: list[torch.cuda.Stream] = []
 
 
@@ -73,6 +78,7 @@ VARIANTS: dict[str, Layer] = {
     "ours": ours,
     "ours, two streams": on_two_streams,
     "ours, q and k remade": with_remade_heads,
+    "ours, least memory": with_least_memory,
 }
 
 

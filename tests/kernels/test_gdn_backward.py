@@ -62,13 +62,14 @@ def check(
     chunks_per_segment: int | None = None,
     rate: float = 0.0,
     of: str = "both",
+    backward_parts: int = 1,
 ) -> None:
     """rate: added to the log-odds of the writing rates."""
     arguments = inputs.arguments()
     arguments["b_BTH"] = arguments["b_BTH"] + rate
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=DEVICE)
     options = {"cu_seqlens": bounds, "output_final_state": True}
-    cut = {"chunks_per_segment": chunks_per_segment}
+    cut = {"chunks_per_segment": chunks_per_segment, "backward_parts": backward_parts}
     found = gradients_of(operator.gated_delta_net, arguments, {**options, **cut}, of)
     wide = {
         name: x.double() if x is not None and x.is_floating_point() else x
@@ -132,7 +133,7 @@ def test_heads_that_share_keys(q_index: tuple[int, ...], kv_index: tuple[int, ..
 def test_segments(num_states: int, half_life: float) -> None:
     """Both ways through the first pass: segments' maps linked, and forgotten before they begin."""
     inputs = Inputs(330, dim=16, batch=2, half_life=half_life, num_states=num_states)
-    check(inputs, chunks_per_segment=1)
+    check(inputs, chunks_per_segment=1, backward_parts=3)
     check(inputs, chunks_per_segment=2)
     check(replace(inputs, dtype=torch.bfloat16), chunks_per_segment=2)
 
@@ -147,7 +148,7 @@ def test_gates(rate: float, half_life: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunks_per_segment", [1, 2, None])
 def test_packed_sequences(chunks_per_segment: int | None) -> None:
     bounds = [0, 0, 65, 65, 66, 200, 200]
-    check(Inputs(200, dim=32, num_states=6), bounds, chunks_per_segment)
+    check(Inputs(200, dim=32, num_states=6), bounds, chunks_per_segment, backward_parts=2)
 
 
 @pytest.mark.parametrize("of", ["o", "state"])

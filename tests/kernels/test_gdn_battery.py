@@ -242,7 +242,8 @@ def arguments_of(case: Case) -> dict[str, Any]:
 
 def check(case: Case) -> None:
     arguments = arguments_of(case)
-    cut = {"chunks_per_segment": case.chunks_per_segment}
+    parts = 2 if case.is_cut else 1
+    cut = {"chunks_per_segment": case.chunks_per_segment, "backward_parts": parts}
     found = results_of(operator.gated_delta_net, arguments, case, cut)
     for name, x in found.items():
         of = arguments.get(name.removeprefix("d_"), arguments["q_BTHD"])

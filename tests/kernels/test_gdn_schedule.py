@@ -5,12 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from archsearch_kernels.gdn.schedule import (
     CHUNK,
     FEWEST_CHUNKS,
     MOST_CHUNKS,
+    Rows,
     choose_chunks_per_segment,
+    cut_rows,
+    schedule_of,
     segment_rows,
 )
 
@@ -47,3 +51,19 @@ def test_rows_cover_every_token_once_in_order() -> None:
 def test_segments_fill_the_places(chunks: list[int], places: int, expected: int) -> None:
     length = choose_chunks_per_segment(chunks, places)
     assert length == expected
+
+
+def test_parts_hold_every_row_and_chunk_once() -> None:
+    first_chunks = [0, 2, 4, 4, 7, 8]
+    assert list(cut_rows(first_chunks, 1)) == [Rows(0, 5, 0, 8)]
+    assert list(cut_rows(first_chunks, 2)) == [Rows(0, 2, 0, 4), Rows(2, 3, 4, 4)]
+    assert list(cut_rows(first_chunks, 9)) == [
+        Rows(i, 1, first_chunks[i], n) for i, n in enumerate((2, 2, 0, 3, 1))
+    ]
+
+
+def test_parts_make_segments_shorter() -> None:
+    whole = schedule_of(1, 4096, None, 2, None, 1, torch.device("cpu"))
+    parts = schedule_of(1, 4096, None, 2, None, 2, torch.device("cpu"))
+    assert (whole.num_segments, len(whole.parts), whole.most_chunks) == (2, 1, 64)
+    assert (parts.num_segments, len(parts.parts), parts.most_chunks) == (4, 2, 32)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from archsearch_kernels.gdn import backward_kernels as kernels
-from archsearch_kernels.gdn.gradients import Gates, Gradients, States, gradients
+from archsearch_kernels.gdn.gradients import (
+    Gates,
+    Gradients,
+    States,
+    differentiate,
+    gather_gradients,
+    make_room,
+)
 from archsearch_kernels.gdn.kernel import (
     COLUMNS,
     WIDE_COLUMNS,
@@ -19,7 +26,7 @@ from archsearch_kernels.gdn.kernel import (
     link,
     variant,
 )
-from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS
+from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Rows
 
 LAUNCH: dict[str, dict[str, int]] = {
     "replay": {"num_stages": 3},
@@ -42,34 +49,39 @@ def gdn_backward(
     if d_final_NnDD is not None:
         d_final_NnDD = d_final_NnDD.contiguous()
     d_initial = None if call.initial_NnDD is None else torch.empty_like(call.initial_NnDD)
-    rows_shape = (plan.num_chunks, call.heads, CHUNK, call.dim)
-    square_shape = (plan.num_chunks, call.heads, call.dim, call.dim)
-    states = States(
-        states=call.q_BTHD.new_empty(square_shape),
-        written=call.q_BTHD.new_empty(rows_shape),
-        d_states=call.q_BTHD.new_empty(square_shape),
-        d_rest=call.q_BTHD.new_empty(rows_shape),
-    )
+    states = _states(call)
     with torch.cuda.device_of(call.q_BTHD):
-        _replay(call, links, states)
         # As in the forward, the first call compiles what cut sequences need.
         d_starts = None
         if plan.is_cut or is_new("back", *variant(call), d_final_NnDD is None):
             d_starts = torch.empty(plan.num_segments, call.heads, call.dim, call.dim, device=device)
-            _retreat(call, do, d_final_NnDD, d_starts, None, None)
+            every = Rows(0, plan.num_segments, 0, plan.num_chunks)
+            _retreat(call, do, d_final_NnDD, d_starts, None, None, every)
             # Where nothing is cut, no map is read.
             maps, reach = (
                 (links.maps, links.reach) if links is not None else (call.totals, call.totals)
             )
             link(call, d_starts, maps, reach, back=True)
-        _retreat(call, do, d_final_NnDD, d_starts, d_initial, states)
-        return gradients(call, gates, do, states, d_initial)
+        made = make_room(call, gates)
+        for part in plan.parts:
+            _replay(call, links, states, part)
+            _retreat(call, do, d_final_NnDD, d_starts, d_initial, states, part)
+            differentiate(call, gates, do, states, made, part)
+        return gather_gradients(gates, made, d_initial)
 
 
-def _replay(call: Call, links: Links | None, states: States) -> None:
+def _states(call: Call) -> States:
+    num_chunks = call.plan.most_chunks
+    rows_shape = (num_chunks, call.heads, CHUNK, call.dim)
+    square_shape = (num_chunks, call.heads, call.dim, call.dim)
+    new = call.q_BTHD.new_empty
+    return States(new(square_shape), new(rows_shape), new(square_shape), new(rows_shape))
+
+
+def _replay(call: Call, links: Links | None, states: States, part: Rows) -> None:
     plan = call.plan
     columns = WIDE_COLUMNS[call.dim]
-    kernels.replay[(plan.num_segments * call.heads * (call.dim // columns),)](
+    kernels.replay[(part.num_rows * call.heads * (call.dim // columns),)](
         call.k_BTGD,
         call.v_BTGD,
         call.kv_index_n,
@@ -83,6 +95,8 @@ def _replay(call: Call, links: Links | None, states: States) -> None:
         states.written,
         call.heads,
         plan.num_chunks,
+        part.first,
+        part.first_chunk,
         *call.k_BTGD.stride()[:3],
         *call.v_BTGD.stride()[:3],
         V=columns,
@@ -97,12 +111,13 @@ def _retreat(
     d_starts: Tensor | None,
     d_initial: Tensor | None,
     states: States | None,
+    part: Rows,
 ) -> None:
     """Without states: the first pass, over each segment by itself."""
     plan = call.plan
     columns = (COLUMNS if states is None else WIDE_COLUMNS)[call.dim]
     launch = LAUNCH["retreat_alone" if states is None else "retreat"]
-    kernels.retreat[(plan.num_segments * call.heads * (call.dim // columns),)](
+    kernels.retreat[(part.num_rows * call.heads * (call.dim // columns),)](
         call.q_BTHD,
         call.k_BTGD,
         do,
@@ -120,6 +135,8 @@ def _retreat(
         None if states is None else states.d_rest,
         call.heads,
         plan.num_chunks,
+        part.first,
+        part.first_chunk,
         *call.q_BTHD.stride()[:3],
         *call.k_BTGD.stride()[:3],
         *do.stride()[:3],

@@ -44,6 +44,8 @@ def replay(
     written_out: tl.tensor,
     heads: tl.tensor,
     num_chunks: tl.tensor,
+    first_row: tl.tensor,
+    base: tl.tensor,
     k_sb: tl.tensor,
     k_st: tl.tensor,
     k_sh: tl.tensor,
@@ -59,7 +61,7 @@ def replay(
     blocks: tl.constexpr = D // V
     column = tl.program_id(0) % blocks * V
     head = tl.program_id(0) // blocks % heads
-    row = tl.program_id(0) // blocks // heads
+    row = first_row + tl.program_id(0) // blocks // heads
     segment = segments + row * FIELDS
     batch = tl.load(segment + 1).to(tl.int64)
     token = tl.load(segment + 2)
@@ -88,6 +90,7 @@ def replay(
         next_total = tl.load(totals + number + 1, mask=number + 1 < count, other=0.0)
         rows = (i < length - number * C)[:, None]
         place = (first_chunk + number) * heads + head
+        made = place - base * heads
         at = token.to(tl.int64) + number * C
         keys = tl.load(k + at * k_st + i[:, None] * k_st + d[None, :], mask=rows, other=0.0)
         values = tl.load(v + at * v_st + i[:, None] * v_st + e[None, :], mask=rows, other=0.0)
@@ -96,7 +99,7 @@ def replay(
         write_key = tl.load(factors_in + place * (3 * C) + C + i)
 
         state_inner = state.to(keys.dtype)
-        state_at = states + place * (D * D) + column * D + e[:, None] * D + d[None, :]
+        state_at = states + made * (D * D) + column * D + e[:, None] * D + d[None, :]
         tl.store(state_at, state_inner)
         read = tl.dot(state_inner, tl.trans(keys), input_precision=PRECISION)
         read *= -read_key[None, :]
@@ -104,7 +107,7 @@ def replay(
         written = tl.dot(rest.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         kept = (written * write_key[None, :]).to(keys.dtype)
         state = tl.dot(kept, keys, acc=state * tl.exp2(total), input_precision=PRECISION)
-        u_at = written_out + place * (C * D) + column + i[:, None] * D + e[None, :]
+        u_at = written_out + made * (C * D) + column + i[:, None] * D + e[None, :]
         tl.store(u_at, tl.trans(written.to(keys.dtype)))
         total = next_total
 
@@ -128,6 +131,8 @@ def retreat(
     d_rest: tl.tensor,
     heads: tl.tensor,
     num_chunks: tl.tensor,
+    first_row: tl.tensor,
+    base: tl.tensor,
     q_sb: tl.tensor,
     q_st: tl.tensor,
     q_sh: tl.tensor,
@@ -153,7 +158,7 @@ def retreat(
     blocks: tl.constexpr = D // V
     column = tl.program_id(0) % blocks * V
     head = tl.program_id(0) // blocks % heads
-    row = tl.program_id(0) // blocks // heads
+    row = first_row + tl.program_id(0) // blocks // heads
     segment = segments + row * FIELDS
     sequence = tl.load(segment)
     batch = tl.load(segment + 1).to(tl.int64)
@@ -193,6 +198,7 @@ def retreat(
         next_total = tl.load(totals_at + number - 1, mask=number > 0, other=0.0)
         rows = (i < length - number * C)[:, None]
         place = (first_chunk + number) * heads + head
+        made = place - base * heads
         at = token.to(tl.int64) + number * C
         keys = tl.load(k + at * k_st + i[:, None] * k_st + d[None, :], mask=rows, other=0.0)
         dout = tl.load(do + at * do_st + i[:, None] * do_st + e[None, :], mask=rows, other=0.0)
@@ -205,7 +211,7 @@ def retreat(
 
         d_inner = d_state.to(keys.dtype)
         if not SUMMARIZE:
-            state_at = d_states + place * (D * D) + column * D + e[:, None] * D + d[None, :]
+            state_at = d_states + made * (D * D) + column * D + e[:, None] * D + d[None, :]
             tl.store(state_at, d_inner)
         d_written = tl.dot(d_inner, tl.trans(keys), input_precision=PRECISION)
         d_written *= write_key[None, :]
@@ -216,7 +222,7 @@ def retreat(
         d_written = tl.dot(dout, local, acc=d_written, input_precision=PRECISION)
         rest = tl.dot(d_written.to(x.dtype), x, input_precision=PRECISION)
         if not SUMMARIZE:
-            rest_at = d_rest + place * (C * D) + column + i[:, None] * D + e[None, :]
+            rest_at = d_rest + made * (C * D) + column + i[:, None] * D + e[None, :]
             tl.store(rest_at, tl.trans(rest.to(keys.dtype)))
         rest = (rest * -read_key[None, :]).to(keys.dtype)
         d_state = tl.dot(rest, keys, acc=d_state, input_precision=PRECISION)

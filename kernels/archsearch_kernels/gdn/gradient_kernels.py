@@ -60,6 +60,8 @@ def query_gradients(
     q_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
+    first_row: tl.tensor,
+    base: tl.tensor,
     num_chunks: tl.tensor,
     q_sb: tl.tensor,
     q_st: tl.tensor,
@@ -84,7 +86,7 @@ def query_gradients(
     """
     head = tl.program_id(0) % (heads + idle_heads)
     slot = tl.program_id(0) // (heads + idle_heads)
-    segment = segments + slot // chunks_per_segment * FIELDS
+    segment = segments + (first_row + slot // chunks_per_segment) * FIELDS
     number = slot % chunks_per_segment
     batch = tl.load(segment + 1).to(tl.int64)
     token = tl.load(segment + 2) + number * C
@@ -109,6 +111,7 @@ def query_gradients(
         return
     gate = tl.load(q_index + head).to(tl.int64)
     place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
+    made = place - base * heads
     do += batch * do_sb + at * do_st + head.to(tl.int64) * do_sh
     q += batch * q_sb + at * q_st + gate * q_sh
     k += batch * k_sb + at * k_st + tl.load(kv_index + head).to(tl.int64) * k_sh
@@ -117,8 +120,8 @@ def query_gradients(
     dq_rows = tl.zeros([C, D], dtype=tl.float32)
     for column in tl.range(0, D, V):
         dout = tl.load(do + column + i[:, None] * do_st + e[None, :], mask=rows, other=0.0)
-        written = tl.load(written_in + place * (C * D) + column + i[:, None] * D + e[None, :])
-        state = tl.load(states + place * (D * D) + column * D + e[:, None] * D + d[None, :])
+        written = tl.load(written_in + made * (C * D) + column + i[:, None] * D + e[None, :])
+        state = tl.load(states + made * (D * D) + column * D + e[:, None] * D + d[None, :])
         d_local = tl.dot(dout, tl.trans(written), acc=d_local, input_precision=PRECISION)
         dq_rows = tl.dot(dout, state, acc=dq_rows, input_precision=PRECISION)
     keys = tl.load(k + i[:, None] * k_st + d[None, :], mask=rows, other=0.0)
@@ -128,12 +131,12 @@ def query_gradients(
     norm = inverse_norm(queries)
     between = tl.where(i[:, None] >= i[None, :], g[:, None] + c[None, :], float("-inf"))
     d_local *= tl.exp2(between) * (norm * scale)[:, None]
-    local_at = local_out + place * (C * C) + i[:, None] * C + i[None, :]
+    local_at = local_out + made * (C * C) + i[:, None] * C + i[None, :]
     tl.store(local_at, d_local.to(local_out.dtype.element_ty))
     dq_rows *= tl.load(factors_in + place * (3 * C) + 2 * C + i)[:, None]
     dq_rows = tl.dot(d_local.to(keys.dtype), keys, acc=dq_rows, input_precision=PRECISION)
     asked = dots(queries, dq_rows)
-    tl.store(rows_out + place * (5 * C) + i, asked)
+    tl.store(rows_out + made * (5 * C) + i, asked)
     dq_rows -= queries.to(tl.float32) * (asked * norm * norm)[:, None]
     dq += ((batch * tokens + at) * q_heads + gate) * D
     dq_at = dq + i[:, None] * (q_heads * D) + d[None, :]
@@ -164,6 +167,8 @@ def key_gradients(
     kv_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
+    first_row: tl.tensor,
+    base: tl.tensor,
     q_sb: tl.tensor,
     q_st: tl.tensor,
     q_sh: tl.tensor,
@@ -183,7 +188,7 @@ def key_gradients(
     """
     head = tl.program_id(0) % heads
     slot = tl.program_id(0) // heads
-    segment = segments + slot // chunks_per_segment * FIELDS
+    segment = segments + (first_row + slot // chunks_per_segment) * FIELDS
     number = slot % chunks_per_segment
     if tl.load(segment + 2) + number * C >= tl.load(segment + 3):
         return
@@ -199,8 +204,9 @@ def key_gradients(
     row = batch * tokens + at
     gate = tl.load(q_index + head).to(tl.int64)
     place = (tl.load(segment + 4).to(tl.int64) + number) * heads + head
-    written_at = written_io + place * (C * D) + (i[:, None] * D + e[None, :])
-    square = place * (D * D) + (e[:, None] * D + d[None, :])
+    made = place - base * heads
+    written_at = written_io + made * (C * D) + (i[:, None] * D + e[None, :])
+    square = made * (D * D) + (e[:, None] * D + d[None, :])
 
     # What the state after the chunk has of the keys and of the state before it; <S, dS'> is a trace.
     dk_rows = tl.zeros([C, D], dtype=tl.float32)
@@ -215,8 +221,8 @@ def key_gradients(
     d_total = tl.sum(overlap) * tl.exp2(tl.load(g_in + place * C + C - 1))
     dk_rows *= tl.load(factors_in + place * (3 * C) + C + i)[:, None]
     k_at = k + batch * k_sb + at * k_st + kv_head * k_sh + (i[:, None] * k_st + d[None, :])
-    tl.store(d_totals + place, d_total)
-    rows_at = rows_out + place * (5 * C) + i
+    tl.store(d_totals + made, d_total)
+    rows_at = rows_out + made * (5 * C) + i
     tl.store(rows_at + C, dots(tl.load(k_at, mask=rows, other=0.0), dk_rows))
 
     # What P has of the state before the chunk, and A of pairs of tokens.
@@ -224,7 +230,7 @@ def key_gradients(
     read_key = tl.load(factors_in + place * (3 * C) + i)
     dv_at = dv + (row * kv_heads + kv_head) * D + (i[:, None] * (kv_heads * D) + e[None, :])
     for column in tl.range(0, D, V):
-        rest = tl.load(d_rest + place * (C * D) + column + (i[:, None] * D + e[None, :]))
+        rest = tl.load(d_rest + made * (C * D) + column + (i[:, None] * D + e[None, :]))
         written = tl.load(written_at + column)
         state = tl.load(states + square + column * D)
         d_a = tl.dot(rest, tl.trans(written), acc=d_a, input_precision=PRECISION)
@@ -240,12 +246,12 @@ def key_gradients(
     keys = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".ca")
     d_inner = d_a.to(keys.dtype)
     dk_rows = tl.dot(d_inner, keys, acc=dk_rows, input_precision=PRECISION)
+    tl.store(rows_at + 2 * C, dots(keys, dk_rows))
     key_rows = tl.load(k_at, mask=rows, other=0.0, cache_modifier=".cg")
-    tl.store(rows_at + 2 * C, dots(key_rows, dk_rows))
     dk_rows = tl.dot(tl.trans(d_inner), keys, acc=dk_rows, input_precision=PRECISION)
     q_at = q + batch * q_sb + at * q_st + gate * q_sh + (i[:, None] * q_st + d[None, :])
     queries = tl.load(q_at, mask=rows, other=0.0)
-    local = tl.load(local_in + place * (C * C) + (i[:, None] * C + i[None, :]))
+    local = tl.load(local_in + made * (C * C) + (i[:, None] * C + i[None, :]))
     dk_rows = tl.dot(tl.trans(local), queries, acc=dk_rows, input_precision=PRECISION)
     along = dots(key_rows, dk_rows)
     tl.store(rows_at + 3 * C, along)
@@ -256,7 +262,7 @@ def key_gradients(
     else:
         # Other threads of this program have read what is overwritten here.
         tl.debug_barrier()
-        part_at = written_io + place * (C * D) + (i[:, None] * D + d[None, :])
+        part_at = written_io + made * (C * D) + (i[:, None] * D + d[None, :])
         tl.store(part_at, dk_rows.to(written_io.dtype.element_ty))
 
 
@@ -273,6 +279,8 @@ def gather(
     kv_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
+    first_row: tl.tensor,
+    base: tl.tensor,
     D: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -281,7 +289,7 @@ def gather(
     kv_head = tl.program_id(0) % kv_heads
     slot = tl.program_id(0) // kv_heads // (C // R)
     r = tl.program_id(0) // kv_heads % (C // R) * R + tl.arange(0, R)
-    segment = segments + slot // chunks_per_segment * FIELDS
+    segment = segments + (first_row + slot // chunks_per_segment) * FIELDS
     number = slot % chunks_per_segment
     token = tl.load(segment + 2) + number * C
     left = tl.load(segment + 3) - token
@@ -290,7 +298,7 @@ def gather(
     if (left <= 0) | (last - first == 1):
         return
     batch = tl.load(segment + 1).to(tl.int64)
-    chunk = tl.load(segment + 4).to(tl.int64) + number
+    chunk = tl.load(segment + 4).to(tl.int64) + number - base
     d = tl.arange(0, D)
     dk_rows = tl.zeros([R, D], dtype=tl.float32)
     dv_rows = tl.zeros([R, D], dtype=tl.float32)
@@ -323,6 +331,8 @@ def gates(
     q_heads: tl.tensor,
     tokens: tl.tensor,
     chunks_per_segment: tl.tensor,
+    first_row: tl.tensor,
+    base: tl.tensor,
     num_chunks: tl.tensor,
     a_sb: tl.tensor,
     a_st: tl.tensor,
@@ -337,7 +347,7 @@ def gates(
     """
     blocks = tl.cdiv(heads, H)
     slot = tl.program_id(0) // blocks
-    segment = segments + slot // chunks_per_segment * FIELDS
+    segment = segments + (first_row + slot // chunks_per_segment) * FIELDS
     number = slot % chunks_per_segment
     batch = tl.load(segment + 1).to(tl.int64)
     token = tl.load(segment + 2) + number * C
@@ -350,7 +360,7 @@ def gates(
     real = head < heads
     valid = real[:, None] & (i < left)[None, :]
     gate = tl.load(q_index + head, mask=real, other=0)
-    place = chunk * heads + head
+    place = (chunk - base) * heads + head
     rows_at = rows_in + place[:, None] * (5 * C) + i[None, :]
     at = token.to(tl.int64) + i
     handed = tl.load(rows_at + C, mask=valid, other=0.0)

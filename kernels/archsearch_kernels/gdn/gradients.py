@@ -14,7 +14,7 @@ from torch import Tensor
 
 from archsearch_kernels.gdn import gradient_kernels as kernels
 from archsearch_kernels.gdn.kernel import PRECISION, Call
-from archsearch_kernels.gdn.schedule import CHUNK
+from archsearch_kernels.gdn.schedule import CHUNK, Rows
 
 LAUNCH: dict[str, dict[str, int]] = {
     "query_gradients": {"num_warps": 4, "num_stages": 3},
@@ -68,7 +68,7 @@ class Readers(NamedTuple):
 
 @dataclass(frozen=True)
 class States:
-    """By chunk: S and dS' transposed [chunks, n, D, D], U and dP [chunks, n, C, D].
+    """By chunk of a part: S and dS' transposed [chunks, n, D, D], U and dP [chunks, n, C, D].
 
     Of heads that share a KV head, written holds the part of dk once `key_gradients` has run.
     """
@@ -80,8 +80,9 @@ class States:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What the kernels write. For each other: d_local [chunks, n, C, C], d_rows [chunks, n, 5, C], d_totals [chunks, n]."""
+class Made:
+    """What the kernels write. For each other, of a part's chunks: d_local [chunks, n, C, C], d_rows [chunks, n, 5, C], d_totals
+    [chunks, n]."""
 
     readers: Readers
     dq: Tensor
@@ -93,8 +94,6 @@ class _Made:
     d_local: Tensor
     d_rows: Tensor
     d_totals: Tensor
-    programs: int
-    """Chunks, with those that shorter segments leave empty."""
 
     @property
     def tokens(self) -> int:
@@ -109,24 +108,11 @@ class _Made:
         return self.dk.shape[2]
 
 
-def gradients(
-    call: Call, gates: Gates, do: Tensor, states: States, d_initial: Tensor | None
-) -> Gradients:
-    """All gradients, from the states and what the passes over chunks made; d_initial is handed through."""
-    made = _empty(call, gates)
-    _query_gradients(call, do, states, made)
-    _key_gradients(call, states, made)
-    _gather(call, states, made)
-    _gates(call, gates, made)
-    sums = made.d_decay.sum(2)
-    dA_log, ddt_bias = sums[0].to(gates.A_log_H.dtype), sums[1].to(gates.dt_bias_H.dtype)
-    return Gradients(made.dq, made.dk, made.dv, made.da, made.db, dA_log, ddt_bias, d_initial)
-
-
-def _empty(call: Call, gates: Gates) -> _Made:
+def make_room(call: Call, gates: Gates) -> Made:
     plan, q, device = call.plan, call.q_BTHD, call.q_BTHD.device
     q_heads, kv_heads = q.shape[2], call.k_BTGD.shape[2]
-    return _Made(
+    num_chunks = plan.most_chunks
+    return Made(
         readers=readers_of(call.q_index_n, call.kv_index_n, q_heads, kv_heads),
         dq=q.new_empty(q.shape),
         dk=q.new_empty(call.k_BTGD.shape),
@@ -134,16 +120,37 @@ def _empty(call: Call, gates: Gates) -> _Made:
         da=gates.a_BTH.new_empty(gates.a_BTH.shape),
         db=gates.b_BTH.new_empty(gates.b_BTH.shape),
         d_decay=torch.empty(2, q_heads, plan.num_chunks, device=device),
-        d_local=torch.empty_like(call.local),
-        d_rows=torch.empty(plan.num_chunks, call.heads, 5, CHUNK, device=device),
-        d_totals=torch.empty(plan.num_chunks, call.heads, device=device),
-        programs=plan.num_segments * plan.chunks_per_segment,
+        d_local=q.new_empty(num_chunks, call.heads, CHUNK, CHUNK),
+        d_rows=torch.empty(num_chunks, call.heads, 5, CHUNK, device=device),
+        d_totals=torch.empty(num_chunks, call.heads, device=device),
     )
 
 
-def _query_gradients(call: Call, do: Tensor, states: States, made: _Made) -> None:
+def differentiate(
+    call: Call, gates: Gates, do: Tensor, states: States, made: Made, part: Rows
+) -> None:
+    """All gradients of a part's tokens, from its states and what the passes over its chunks made."""
+    _query_gradients(call, do, states, made, part)
+    _key_gradients(call, states, made, part)
+    _gather(call, states, made, part)
+    _gates(call, gates, made, part)
+
+
+def gather_gradients(gates: Gates, made: Made, d_initial: Tensor | None) -> Gradients:
+    """What has been made of all parts; d_initial is handed through."""
+    sums = made.d_decay.sum(2)
+    dA_log, ddt_bias = sums[0].to(gates.A_log_H.dtype), sums[1].to(gates.dt_bias_H.dtype)
+    return Gradients(made.dq, made.dk, made.dv, made.da, made.db, dA_log, ddt_bias, d_initial)
+
+
+def _programs(call: Call, part: Rows) -> int:
+    """Chunks, with those that shorter segments leave empty."""
+    return part.num_rows * call.plan.chunks_per_segment
+
+
+def _query_gradients(call: Call, do: Tensor, states: States, made: Made, part: Rows) -> None:
     idle_heads = made.readers.idle.numel()
-    kernels.query_gradients[(made.programs * (call.heads + idle_heads),)](
+    kernels.query_gradients[(_programs(call, part) * (call.heads + idle_heads),)](
         call.q_BTHD,
         call.k_BTGD,
         do,
@@ -167,6 +174,8 @@ def _query_gradients(call: Call, do: Tensor, states: States, made: _Made) -> Non
         made.q_heads,
         made.tokens,
         call.plan.chunks_per_segment,
+        part.first,
+        part.first_chunk,
         call.plan.num_chunks,
         *call.q_BTHD.stride()[:3],
         *call.k_BTGD.stride()[:3],
@@ -177,8 +186,8 @@ def _query_gradients(call: Call, do: Tensor, states: States, made: _Made) -> Non
     )
 
 
-def _key_gradients(call: Call, states: States, made: _Made) -> None:
-    kernels.key_gradients[(made.programs * call.heads,)](
+def _key_gradients(call: Call, states: States, made: Made, part: Rows) -> None:
+    kernels.key_gradients[(_programs(call, part) * call.heads,)](
         call.q_BTHD,
         call.k_BTGD,
         call.q_index_n,
@@ -201,6 +210,8 @@ def _key_gradients(call: Call, states: States, made: _Made) -> None:
         made.kv_heads,
         made.tokens,
         call.plan.chunks_per_segment,
+        part.first,
+        part.first_chunk,
         *call.q_BTHD.stride()[:3],
         *call.k_BTGD.stride()[:3],
         V=_columns(call),
@@ -208,8 +219,8 @@ def _key_gradients(call: Call, states: States, made: _Made) -> None:
     )
 
 
-def _gather(call: Call, states: States, made: _Made) -> None:
-    kernels.gather[(made.programs * made.kv_heads * (CHUNK // GATHERED_TOKENS),)](
+def _gather(call: Call, states: States, made: Made, part: Rows) -> None:
+    kernels.gather[(_programs(call, part) * made.kv_heads * (CHUNK // GATHERED_TOKENS),)](
         made.readers.order_n,
         made.readers.first_of,
         call.plan.segments,
@@ -221,6 +232,8 @@ def _gather(call: Call, states: States, made: _Made) -> None:
         made.kv_heads,
         made.tokens,
         call.plan.chunks_per_segment,
+        part.first,
+        part.first_chunk,
         D=call.dim,
         C=CHUNK,
         R=GATHERED_TOKENS,
@@ -228,8 +241,8 @@ def _gather(call: Call, states: States, made: _Made) -> None:
     )
 
 
-def _gates(call: Call, gates: Gates, made: _Made) -> None:
-    kernels.gates[(made.programs * -(-call.heads // GATE_HEADS),)](
+def _gates(call: Call, gates: Gates, made: Made, part: Rows) -> None:
+    kernels.gates[(_programs(call, part) * -(-call.heads // GATE_HEADS),)](
         *gates,
         call.q_index_n,
         call.plan.segments,
@@ -242,6 +255,8 @@ def _gates(call: Call, gates: Gates, made: _Made) -> None:
         made.q_heads,
         made.tokens,
         call.plan.chunks_per_segment,
+        part.first,
+        part.first_chunk,
         call.plan.num_chunks,
         *gates.a_BTH.stride()[:2],
         *gates.b_BTH.stride()[:2],

@@ -177,8 +177,9 @@ def run_forward(
     cu_seqlens: Tensor | None,
     output_final_state: bool,
     chunks_per_segment: int | None,
+    backward_parts: int = 1,
 ) -> Outcome:
-    """gdn_forward, which also hands over what the backward pass needs."""
+    """gdn_forward, which also hands over what the backward pass needs; backward_parts is operator.gated_delta_net's."""
     check_inputs(q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, q_index_n, kv_index_n)
     tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state)
     check_no_gradient(*tensors)
@@ -186,8 +187,9 @@ def run_forward(
     heads, device = q_index_n.numel(), q_BTHD.device
     o_BTnD = q_BTHD.new_empty(batch, tokens, heads, dim)
     programs = PROGRAMS_PER_PROCESSOR * _num_processors(device) * COLUMNS[dim] // dim
+    places = programs // max(heads, 1)
     plan = schedule_of(
-        batch, tokens, cu_seqlens, programs // max(heads, 1), chunks_per_segment, device
+        batch, tokens, cu_seqlens, places, chunks_per_segment, backward_parts, device
     )
     states_shape = (plan.num_sequences, heads, dim, dim)
     check_state(initial_state, states_shape, device)

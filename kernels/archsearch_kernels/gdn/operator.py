@@ -28,12 +28,17 @@ def gated_delta_net(
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
     chunks_per_segment: int | None = None,
+    backward_parts: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """kernel.gdn_forward, which says what it computes, with gradients of all but the indices.
 
     Entries of q_index must differ. Heads that do not run get zero gradients. Until the backward pass, 276 bytes a token-head
     (bf16), and two fp32 states a segment where sequences are cut, are kept beside the inputs; there is no second derivative.
+    The backward pass itself takes 1.7 kB a token-head (D 128), in backward_parts one after another only that of a part's tokens;
+    sequences are then cut into more segments. Raises ValueError for fewer parts than one.
     """
+    if backward_parts < 1:
+        raise ValueError(f"backward_parts is {backward_parts}; allowed: 1 and more")
     tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H)
     states = () if initial_state is None else (initial_state,)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*tensors, *states)):
@@ -46,7 +51,7 @@ def gated_delta_net(
             output_final_state=output_final_state,
             chunks_per_segment=chunks_per_segment,
         )
-    options = (cu_seqlens, output_final_state, chunks_per_segment)
+    options = (cu_seqlens, output_final_state, chunks_per_segment, backward_parts)
     o, final = _GatedDeltaNet.apply(  # type: ignore[no-untyped-call]
         *tensors, initial_state, q_index_n, kv_index_n, *options
     )
@@ -58,7 +63,7 @@ class _GatedDeltaNet(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Takes seven tensors, the initial state, two indices and the options of gated_delta_net, in its order."""
         tensors, (initial_state, *indices), options = arguments[:7], arguments[7:10], arguments[10:]
-        cu_seqlens, output_final_state, chunks_per_segment = options
+        cu_seqlens, output_final_state, chunks_per_segment, backward_parts = options
         outcome = run_forward(
             *tensors,
             *indices,
@@ -66,6 +71,7 @@ class _GatedDeltaNet(torch.autograd.Function):
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
             chunks_per_segment=chunks_per_segment,
+            backward_parts=backward_parts,
         )
         call, links = outcome.call, outcome.links
         made: tuple[Tensor, ...] = ()
@@ -83,7 +89,7 @@ class _GatedDeltaNet(torch.autograd.Function):
     def backward(ctx: Any, do_BTnD: Tensor | None, d_final: Tensor | None = None) -> Any:
         q, k, v, a, b, A_log, dt_bias, initial, *rest = ctx.saved_tensors
         q_index, kv_index = ctx.indices
-        unused = (None,) * 5
+        unused = (None,) * 6
         if ctx.plan is None or (do_BTnD is None and d_final is None):
             tensors = (q, k, v, a, b, A_log, dt_bias, initial)
             return *(None if x is None else torch.zeros_like(x) for x in tensors), *unused

@@ -6,10 +6,11 @@ of a second pass over every segment but the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,18 @@ MOST_CHUNKS = 1024
 """Bounds of a segment: shorter ones do not pay for their second pass, longer ones do not fit one load of their decays."""
 
 
+class Rows(NamedTuple):
+    """Neighbouring rows of a table of segments, and their chunks."""
+
+    first: int
+    num_rows: int
+    first_chunk: int
+    num_chunks: int
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Tables on the device, int32, and their sizes.
+    """Tables on the device, int32, and their sizes; parts: the rows that the backward pass goes through at a time.
 
     segments [rows, 8]: sequence, batch row, first token, end, first chunk, position in its sequence, 1 if its last, unused.
     first_rows [sequences + 1]: the rows at which sequences begin.
@@ -36,6 +46,12 @@ class Schedule:
     num_sequences: int
     num_chunks: int
     chunks_per_segment: int
+    parts: tuple[Rows, ...]
+
+    @property
+    def most_chunks(self) -> int:
+        """Chunks of the longest part."""
+        return max(part.num_chunks for part in self.parts)
 
     @property
     def is_cut(self) -> bool:
@@ -74,12 +90,23 @@ def segment_rows(
     return rows, first_rows, chunk
 
 
+def cut_rows(first_chunks: Sequence[int], num_parts: int) -> Iterator[Rows]:
+    """Rows of a table in at most num_parts equal parts; first_chunks: that of each row, and the number of all."""
+    num_rows = len(first_chunks) - 1
+    bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
+    for first, stop in pairwise(bounds):
+        if stop > first:
+            chunks = first_chunks[stop] - first_chunks[first]
+            yield Rows(first, stop - first, first_chunks[first], chunks)
+
+
 def schedule_of(
     batch: int,
     tokens: int,
     cu_seqlens: Tensor | None,
     places: int,
     chunks_per_segment: int | None,
+    num_parts: int,
     device: torch.device,
 ) -> Schedule:
     """The schedule of B sequences of T tokens, or of the packed sequences of one row; kept for the next call.
@@ -87,7 +114,7 @@ def schedule_of(
     Reading new cu_seqlens waits for the device once, which their layers share.
     """
     bounds = None if cu_seqlens is None else _bounds_of(cu_seqlens, cu_seqlens._version)
-    return _schedule(batch, tokens, bounds, places, chunks_per_segment, device)
+    return _schedule(batch, tokens, bounds, places, chunks_per_segment, num_parts, device)
 
 
 @lru_cache(maxsize=8)
@@ -102,6 +129,7 @@ def _schedule(
     bounds: tuple[int, ...] | None,
     places: int,
     chunks_per_segment: int | None,
+    num_parts: int,
     device: torch.device,
 ) -> Schedule:
     if bounds is None:
@@ -115,7 +143,7 @@ def _schedule(
         spans = [(0, start, end) for start, end in pairwise(bounds)]
     if chunks_per_segment is None:
         chunks = [-(-(end - start) // CHUNK) for _, start, end in spans]
-        chunks_per_segment = choose_chunks_per_segment(chunks, places)
+        chunks_per_segment = choose_chunks_per_segment(chunks, places * num_parts)
     rows, first_rows, num_chunks = segment_rows(spans, chunks_per_segment)
     return Schedule(
         segments=torch.tensor(rows, dtype=torch.int32, device=device),
@@ -124,4 +152,5 @@ def _schedule(
         num_sequences=len(spans),
         num_chunks=num_chunks,
         chunks_per_segment=chunks_per_segment,
+        parts=tuple(cut_rows([row[4] for row in rows] + [num_chunks], num_parts)),
     )

@@ -19,6 +19,7 @@ FIELDS = tl.constexpr(8)
 """Columns of the table of segments (schedule.py): sequence, batch row, first token, end, first chunk, position, last."""
 
 RUN_TIME_COUNTS = ["heads", "chunks_per_segment", "num_chunks", "a_st", "a_sb", "b_st", "b_sb"]
+RUN_TIME_COUNTS += ["first_row", "base"]
 """Integers for which Triton must not compile again when they become 1 or a multiple of 16."""
 UNALIGNED = ["q_index", "kv_index", "a", "b", "A_log", "dt_bias"]
 """Pointers that are read a number at a time, for which Triton must not compile again when they are not aligned."""
