@@ -79,6 +79,8 @@ class SupernetConfig(Section):
     checkpoint_minutes: Rate = 2.0
     rank: NonNegative = 0
     """Rank of the stored deltas from the teacher's weights; 0 keeps them whole."""
+    replay: bool = False
+    """On a GPU, record a step as a CUDA graph and replay it: the same work with fewer launches, for small batches."""
     stop_below: Rate | None = None
     """A layer whose training error, mean over its heads, is below this is trained no further."""
     stop_gain: Share | None = None

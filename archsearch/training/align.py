@@ -25,6 +25,7 @@ from .calibrate import calibrate
 from .checkpoint import read_checkpoint, save_checkpoint
 from .head_errors import HeadErrors
 from .loop import BatchSource, Plan, TrainingState, train
+from .replay import Replay
 from .twin_error import TwinErrors, measure_twins
 
 __all__ = ["AlignmentLoss", "align", "error_report"]
@@ -84,10 +85,12 @@ def align(
         if say is not None and len(errors.rows) > rows and not len(errors.rows) % ROWS_A_LINE:
             say(errors.line(first_BT.numel()))
 
+    on_gpu = config.replay and teacher.device.type == "cuda"
+    replay = Replay(list(state.parameters.values())) if on_gpu else None
     train(
         state,
         plan,
-        AlignmentLoss(teacher, supernet, variance_LH, errors),
+        AlignmentLoss(teacher, supernet, variance_LH, errors, replay),
         batches,
         save=saved.save,
         save_seconds=config.checkpoint_minutes * 60,
@@ -146,7 +149,7 @@ def error_report(errors: TwinErrors) -> dict[str, Any]:
 
 def _identity(teacher: Teacher, config: SupernetConfig, first_BT: Tensor, seed: int) -> str:
     """What a checkpoint depends on, in words; the first batch stands for the data."""
-    settings = config.model_dump(exclude={"source", "checkpoint_minutes", "rank"})
+    settings = config.model_dump(exclude={"source", "checkpoint_minutes", "rank", "replay"})
     return json.dumps(
         {
             "teacher": teacher.fingerprint,

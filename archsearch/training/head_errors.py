@@ -1,11 +1,12 @@
 """The training error of every head as an alignment goes on, and the layers that it has finished with.
 
-Shapes: L layers, H query heads.
+Shapes: L layers, n of them still trained, H query heads.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,12 +72,13 @@ class HeadErrors:
         """The last errors of the layers at rest, summed: what they add to the sum of the layers' losses."""
         return sum(self.rows[-1].layer_mean(layer) for layer in self.stopped)
 
-    def add(self, layer: int, relative_H: Tensor) -> None:
-        """Counts in one layer's errors on one batch."""
-        self._sum_LH[layer] += relative_H
-
-    def end_step(self) -> None:
-        """To be called after the last layer of a batch."""
+    def add(self, layers: Sequence[int], relative_nH: Tensor) -> None:
+        """Counts in the errors of the layers still trained on one batch."""
+        if len(layers) == self.shape[0]:
+            self._sum_LH += relative_nH
+        elif layers:
+            index = torch.tensor(layers, device=self.device)
+            self._sum_LH.index_add_(0, index, relative_nH)
         self._since += 1
 
     def before_step(self, step: int, _: int = 0) -> None:

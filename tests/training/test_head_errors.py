@@ -23,9 +23,7 @@ def run(errors: HeadErrors, error_SLH: torch.Tensor, start: int = 0) -> None:
     """What an alignment does with errors: steps from start on, the layers at rest left out."""
     for step in range(start, len(error_SLH)):
         errors.before_step(step)
-        for layer in errors.active:
-            errors.add(layer, error_SLH[step, layer])
-        errors.end_step()
+        errors.add(errors.active, error_SLH[step, errors.active])
 
 
 def test_rows_are_means_over_the_steps_between() -> None:
