@@ -192,6 +192,23 @@ def test_a_head_that_already_has_a_gradient_keeps_it() -> None:
     torch.testing.assert_close(head.weight.grad, expected)
 
 
+def test_sums_over_a_large_vocabulary_keep_their_precision() -> None:
+    generator = torch.Generator().manual_seed(11)
+    hidden_2MC = torch.randn(2, 256, SIZE, generator=generator)
+    weight_VC = torch.randn(20_000, SIZE, generator=generator)
+    products = HeadProducts(weight_VC, torch.float32)
+    head = nn.Linear(SIZE, len(weight_VC), bias=False).requires_grad_(False)
+    head.weight.data = weight_VC
+    log_p, log_q = ((h.double() @ weight_VC.double().T).log_softmax(-1) for h in hidden_2MC)
+    expected = float(kl(log_p, log_q))
+    for name in ("hidden", "mean_row"):
+        kept = FORMS[name].keep(hidden_2MC[0], products, 0)
+        terms = [Weighted(FORMS[name].target(kept, products), 1.0)]
+        ours = hidden_2MC[1].clone().requires_grad_(True)
+        loss = backward_logits(ours, head, terms, torch.float32)
+        assert float(loss) == pytest.approx(expected, rel=1e-5), name
+
+
 def test_labels_are_the_next_tokens_of_a_row_or_document() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 3, 2, 1]])
     assert next_tokens(ids).tolist() == [6, 7, 8, IGNORED, 3, 2, 1, IGNORED]
