@@ -6,18 +6,20 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from .attention.positions import set_rope_share
 from .config import RunConfig
 from .errors import ConfigError
 from .export import check_directory, export, prepare_directory
 from .headmap import HeadMap
 from .models.cut import cut
+from .models.full_heads import rope_share
 from .models.supernet import Supernet
 from .models.teacher import Teacher, load_teacher
 from .report.records import COST_METRICS, quantity
 from .rundir import RunDir
 from .search.records import TrialSpec, trained_path
 from .search.trained import load_trained
-from .search.trial import SUPERNET_FILE
+from .search.trial import SUPERNET_FILE, read_branch
 
 
 def export_candidate(
@@ -38,14 +40,19 @@ def export_candidate(
     point = choose(run_dir, pareto, candidate=candidate, fa_share=fa_share)
     prepare_directory(directory)
     head_map = HeadMap.from_json(point["head_map"])
-    teacher = load_teacher(run_dir.load_config().teacher)
+    config = run_dir.load_config()
+    teacher = load_teacher(config.teacher)
     supernet_file = run_dir / SUPERNET_FILE
-    model = cut(teacher, Supernet.load(supernet_file, teacher), head_map, copy=True)
     spec = TrialSpec(point["candidate"], point["head_map"], int(pareto["proxy_tokens"]))
     # As in a trial, an all-FA map is the teacher and never distilled.
     distilled = spec.proxy_tokens > 0 and head_map.fa_share < 1
-    tokens = load_trained(model, trained_path(run_dir.path, spec)) if distilled else 0
-    provenance = _provenance(run_dir.load_config(), teacher, point, supernet_file)
+    full = read_branch(teacher, config, run_dir.path) if distilled else None
+    supernet = Supernet.load(supernet_file, teacher)
+    model, tokens = cut(teacher, supernet, head_map, copy=True, full=full), 0
+    if distilled:
+        tokens = load_trained(model, trained_path(run_dir.path, spec))
+        set_rope_share(model, rope_share(config.student.full, tokens))
+    provenance = _provenance(config, teacher, point, supernet_file)
     provenance["distillation_tokens"] = tokens
     export(model, teacher.tokenizer, head_map, directory, provenance)
     metrics = ", ".join(

@@ -32,7 +32,7 @@ from ..evaluation.retrieval import retrieval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
-from ..models.full_heads import rope_fader
+from ..models.full_heads import FullBranch, full_branch, rope_fader
 from ..models.kernels import use_kernels
 from ..models.sources import resolve_path
 from ..models.supernet import Supernet
@@ -56,6 +56,9 @@ PROBE_SEED = 7_000_003
 
 EVALUATION_TOKENS = {"cpu": 4096, "cuda": 65_536}
 """Most tokens of one evaluation forward, by device."""
+
+GAMMA_SEQUENCES = 8
+"""Training rows on which the gammas of normed full-attention heads are measured."""
 
 NON_FINITE = "non-finite"
 
@@ -88,6 +91,7 @@ class TrialWorker:
         }
         self._probes = evaluation_probes(self.teacher, self.config)
         self._harness = open_harness(self.config, self.teacher)
+        self._full: FullBranch | None = None
         self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
         self._logits: TeacherLogits | None = None
 
@@ -131,7 +135,9 @@ class TrialWorker:
         # An all-FA candidate is the teacher: its gradients are rounding noise, which Adam blows up.
         distils = spec.proxy_tokens > 0 and head_map.fa_share < 1
         try:
-            student = cut(self.teacher, self.supernet, head_map, copy=distils)
+            # What the teacher's heads are not, they become in distillation.
+            full = self._full_branch() if distils else None
+            student = cut(self.teacher, self.supernet, head_map, copy=distils, full=full)
             tokens = self._distil(student, spec) if distils else 0
             metrics = divergence(student, self._reference)
             for label, reference in self._extra.items():
@@ -175,6 +181,11 @@ class TrialWorker:
         total = done + result.tokens
         save_trained(student, trained_path(self.run_dir, spec), self.config, spec, total, trunk)
         return result.tokens
+
+    def _full_branch(self) -> FullBranch:
+        if self._full is None:
+            self._full = read_branch(self.teacher, self.config, self.run_dir)
+        return self._full
 
     def _teacher_logits(self) -> TeacherLogits:
         """What this worker's candidates share of the teacher's answers to the batches."""
@@ -229,6 +240,15 @@ class TrialWorker:
         gc.collect()
         if self.teacher.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def read_branch(teacher: Teacher, config: RunConfig, run_dir: Path) -> FullBranch:
+    """The full-attention heads of a distilled candidate, as section student.full has them."""
+    options = config.student.full
+    if not options.norm:
+        return FullBranch(options)
+    rows = _read_tokens(run_dir / TRAIN_FILE)[:GAMMA_SEQUENCES]
+    return full_branch(teacher, options, torch.from_numpy(rows.astype(np.int64)))
 
 
 def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:

@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from archsearch.attention.dispatch import OPERATORS, set_backend
+from archsearch.attention.positions import set_rope_share
 from archsearch.config import GdnConfig, RunConfig
 from archsearch.cost import cache_bytes
 from archsearch.data.niah import retrieval_rows
@@ -22,6 +23,7 @@ from archsearch.errors import EnvironmentFault
 from archsearch.evaluation.divergence import divergence
 from archsearch.headmap import HeadMap, ModelShape, Operator
 from archsearch.models.cut import cut
+from archsearch.models.full_heads import rope_share
 from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import byte_tokenizer, load_teacher
 from archsearch.search import trial
@@ -182,6 +184,32 @@ def test_a_parent_is_continued(worker: TrialWorker) -> None:
     result = worker(longer)
     assert result.tokens == 2 * LENGTH
     assert metrics_of(result)["kl"] < first["kl"]
+
+
+def test_full_attention_heads_become_what_the_config_says_in_distillation(
+    payload: dict[str, Any], worker: TrialWorker
+) -> None:
+    """The file holds their gate and gamma, and the tokens behind it how much of RoPE is left."""
+    full = {"rope": False, "rope_fade_tokens": 4 * LENGTH, "log_scale": True}
+    full |= {"norm": True, "gate": True}
+    config = payload["config"] | {"student": {"full": full}}
+    other = TrialWorker({**payload, "config": config})
+    plain = spec_of("FGGG", "GGFG")
+    assert metrics_of(other(plain)) == metrics_of(worker(plain)), "not before it"
+    spec = replace(plain, proxy_tokens=4 * LENGTH, candidate=11)
+    found = metrics_of(other(spec))
+    assert found["kl"] != metrics_of(worker(spec))["kl"]
+    options = other.config.student.full
+    path = trained_path(other.run_dir, spec)
+    metrics_of(other(spec))
+    branch = trial.read_branch(other.teacher, other.config, other.run_dir)
+    head_map = HeadMap.from_json(spec.head_map)
+    student = cut(other.teacher, other.supernet, head_map, copy=True, full=branch)
+    assert student.config.fa["rope_share"] == 1
+    set_rope_share(student, rope_share(options, load_trained(student, path)))
+    assert student.config.fa["rope_share"] == 0
+    assert bool(student.model.layers[0].self_attn.full.gate_proj.weight.any())
+    assert divergence(student, other._reference)["kl"] == found["kl"]
 
 
 def test_a_longer_proxy_goes_on_from_before_the_rate_fell(payload: dict[str, Any]) -> None:
