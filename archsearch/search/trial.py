@@ -9,7 +9,6 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import RunConfig
-from ..cost import cache_bytes
 from ..data.answers_file import read_answers
 from ..data.corpora import Packed, packed_batches, training_batches
 from ..data.niah import Probe, retrieval_rows
@@ -42,6 +40,7 @@ from ..training.loop import NonFiniteLoss
 from ..training.packing import RawBatch
 from ..training.teacher_logits import TeacherLogits
 from .records import TrialResult, TrialSpec, trained_path
+from .space import analytic_costs
 from .trained import Trunk, load_to_go_on, save_trained
 
 TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
@@ -72,13 +71,14 @@ class TrialWorker:
     """Evaluates TrialSpecs: `TrialWorker(payload)(spec)` answers a TrialResult.
 
     payload: {"config": RunConfig as JSON data, "run_dir": path}. From the run directory come the
-    held-out tokens, the supernet and, for proxies with tokens, the training tokens.
+    held-out tokens, the supernet and, for proxies with tokens, the training tokens, these from "train_dir" if given.
     """
 
     def __init__(self, payload: dict[str, Any]) -> None:
         """Loads teacher, supernet and prompts. Raises ConfigError or EnvironmentFault where one is missing."""
         self.config = _read_config(payload["config"])
         self.run_dir = Path(payload["run_dir"])
+        self._train_dir = Path(payload.get("train_dir", self.run_dir))
         use_kernels(self.config.kernels)
         self.teacher = load_teacher(self.config.teacher)
         self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher)
@@ -135,33 +135,42 @@ class TrialWorker:
         # An all-FA candidate is the teacher: its gradients are rounding noise, which Adam blows up.
         distils = spec.proxy_tokens > 0 and head_map.fa_share < 1
         try:
-            # What the teacher's heads are not, they become in distillation.
-            full = self._full_branch() if distils else None
-            student = cut(self.teacher, self.supernet, head_map, copy=distils, full=full)
+            student = self.cut(head_map, trains=distils)
             tokens = self._distil(student, spec) if distils else 0
-            metrics = divergence(student, self._reference)
-            for label, reference in self._extra.items():
-                found = divergence(student, reference)
-                metrics |= {f"{name}_{label}": value for name, value in found.items()}
-            metrics |= retrieval(student, self._probes, batch_tokens=self._tokens)
-            if self._harness is not None:
-                metrics |= self._harness.measure(student)
+            metrics = self.measure(student)
         finally:
             student = None  # type: ignore[assignment]
-            self._free_memory()
-        cost = self.config.cost
-        num_bytes = cache_bytes(head_map, cost.context, element_bytes=cost.element_bytes)
-        metrics |= {"fa_share": head_map.fa_share, "cache_bytes": float(num_bytes)}
+            self.free_memory()
+        metrics |= analytic_costs(head_map, self.config.cost)
         missing = set(spec.metrics) - set(metrics)
         assert not missing, f"no such metrics: {sorted(missing)}"
         return metrics, tokens
+
+    def cut(self, head_map: HeadMap, *, trains: bool) -> HydraHeadForCausalLM:
+        """The student of a map. In distillation its full-attention heads become what the teacher's are not."""
+        full = None
+        if trains:
+            if self._full is None:
+                self._full = read_branch(self.teacher, self.config, self._train_dir)
+            full = self._full
+        return cut(self.teacher, self.supernet, head_map, copy=trains, full=full)
+
+    def measure(self, student: HydraHeadForCausalLM) -> dict[str, float]:
+        """Every metric but the costs."""
+        metrics = divergence(student, self._reference)
+        for label, reference in self._extra.items():
+            found = divergence(student, reference)
+            metrics |= {f"{name}_{label}": value for name, value in found.items()}
+        metrics |= retrieval(student, self._probes, batch_tokens=self._tokens)
+        if self._harness is not None:
+            metrics |= self._harness.measure(student)
+        return metrics
 
     def _distil(self, student: HydraHeadForCausalLM, spec: TrialSpec) -> int:
         """Trains the student up to spec.proxy_tokens, those of its parent included, and saves it."""
         config = self.config.distill
         done = load_to_go_on(student, Path(spec.parent)) if spec.parent is not None else 0
-        sequences = max(1, config.batch_tokens // self.config.data.sequence_length)
-        batch_tokens = sequences * self.config.data.sequence_length
+        batch_tokens = self.batch_sequences * self.config.data.sequence_length
         # Only where a longer proxy may come, and where it has something to go on from.
         goes_on = config.decay_share < 1 and spec.proxy_tokens < max(
             self.config.search.proxy_tokens
@@ -170,11 +179,11 @@ class TrialWorker:
         result = distill(
             student,
             self.teacher,
-            partial(self._batches, sequences),
+            self.batches,
             tokens=max(0, spec.proxy_tokens - done),
             config=config,
             start_step=round(done / batch_tokens),
-            logits=self._teacher_logits(),
+            logits=self.teacher_logits(),
             at_fork=None if trunk is None else trunk.keep,
             before_step=rope_fader(student, self.config.student.full, batch_tokens),
         )
@@ -182,30 +191,30 @@ class TrialWorker:
         save_trained(student, trained_path(self.run_dir, spec), self.config, spec, total, trunk)
         return result.tokens
 
-    def _full_branch(self) -> FullBranch:
-        if self._full is None:
-            self._full = read_branch(self.teacher, self.config, self.run_dir)
-        return self._full
-
-    def _teacher_logits(self) -> TeacherLogits:
+    def teacher_logits(self) -> TeacherLogits:
         """What this worker's candidates share of the teacher's answers to the batches."""
         if self._logits is None:
             folder = self.run_dir / TEACHER_LOGITS
             self._logits = TeacherLogits(self.teacher, self.config.distill, folder=folder)
         return self._logits
 
-    def _batches(self, sequences: int, start_step: int) -> Iterator[RawBatch]:
-        """The distillation's batches: the same for every candidate, so that none is lucky."""
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of a distillation step."""
+        return max(1, self.config.distill.batch_tokens // self.config.data.sequence_length)
+
+    def batches(self, start_step: int, seed: int | None = None) -> Iterator[RawBatch]:
+        """The distillation's batches: the same for every candidate, so that none is lucky. seed is the config's."""
         if self._train is None:
             self._train = self._read_train()
         text, rows = self._train
         options: dict[str, Any] = {
             "niah_share": self.config.data.niah_share if rows is not None else 0.0,
-            "batch_sequences": sequences,
-            "seed": self.config.seed,
+            "batch_sequences": self.batch_sequences,
+            "seed": self.config.seed if seed is None else seed,
             "start_step": start_step,
         }
-        marks = self.run_dir / STARTS_FILE
+        marks = self._train_dir / STARTS_FILE
         if self.config.distill.packed and marks.exists():
             starts = np.load(marks, mmap_mode="r")
             prompts = None if rows is None else Packed(rows)
@@ -213,8 +222,8 @@ class TrialWorker:
         return training_batches(text, rows, **options)
 
     def _read_train(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        text = _read_tokens(self.run_dir / TRAIN_FILE)
-        share, path = self.config.data.niah_share, self.run_dir / RETRIEVAL_FILE
+        text = _read_tokens(self._train_dir / TRAIN_FILE)
+        share, path = self.config.data.niah_share, self._train_dir / RETRIEVAL_FILE
         if share <= 0:
             return text, None
         if path.exists():
@@ -236,7 +245,8 @@ class TrialWorker:
             self.teacher, tokens_NT, batch_tokens=self._tokens, weight_VC=weight_VC
         )
 
-    def _free_memory(self) -> None:
+    def free_memory(self) -> None:
+        """Lets go of what the last candidate held."""
         gc.collect()
         if self.teacher.device.type == "cuda":
             torch.cuda.empty_cache()
