@@ -76,6 +76,7 @@ SeedMethod = Literal[
     "all_gdn",
     "causal",
     "causal_per_layer",
+    "causal_per_layer_groups",
     "causal_groups",
     "attribution",
     "attribution_groups",
@@ -91,10 +92,19 @@ SeedMethod = Literal[
     "restoration",
     "blend",
     "blend_groups",
+    "program",
+    "program_groups",
+    "program_bytes",
+    "program_both",
+    "program_both_groups",
+    "program_both_bytes",
     "even_layers",
     "random",
+    "random_groups",
 ]
-"""Head maps to start from; NAME_groups keeps whole KV groups, restoration and even_layers whole layers."""
+"""Head maps to start from; NAME_groups keeps whole KV groups, restoration and even_layers whole layers. program is an integer
+program over the damages of single replacements, KL alone or (both) KL and retrieval NLL; NAME_bytes has the cache of
+even_layers at the share as its budget."""
 
 
 class TeacherConfig(Section):
@@ -207,7 +217,7 @@ class SeedConfig(Section):
     )
     fa_shares: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.25, 0.125)
     random_maps: Positive = 1
-    """Random maps at each share."""
+    """Random maps at each share, of random and of random_groups."""
 
 
 class SearchConfig(Section):

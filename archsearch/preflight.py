@@ -30,6 +30,7 @@ from .models.teacher import TeacherInfo, pick_device, resolve_path
 from .plan import Plan, scored_methods, texts, training_rows
 from .report.records import bytes_text
 from .search.records import measured_metrics, prompt_metrics
+from .search.seeds import DRAWN
 from .search.space import check_constraints
 
 
@@ -138,7 +139,7 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
     if len(config.harness.model_fields_set) and not config.harness.tasks:
         found.append("harness is ignored: harness.tasks is empty")
     seeds = config.search.seeds
-    if "random_maps" in seeds.model_fields_set and "random" not in seeds.methods:
+    if "random_maps" in seeds.model_fields_set and not {*DRAWN} & {*seeds.methods}:
         found.append("search.seeds.random_maps is ignored: search.seeds.methods has no random")
     return found
 

@@ -84,7 +84,7 @@ class _Search:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
         self._space = RankedSpace(shape, scores, search.constraints, config.cost)
-        self._seeds = seed_maps(shape, scores, search.seeds, config.seed)
+        self._seeds = seed_maps(shape, scores, search.seeds, config.seed, config.cost)
         if len(self._seeds) > search.trials:
             left_out = len(self._seeds) - search.trials
             say(f"search.trials {search.trials} leaves no room for the last {left_out} seeds")

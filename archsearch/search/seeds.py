@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..config import ScoreMethod, SeedConfig, SeedMethod
+from ..config import CostConfig, ScoreMethod, SeedConfig, SeedMethod
+from ..cost import cache_bytes, kv_cache_bytes, state_bytes
 from ..errors import ConfigError
 from ..headmap import Head, HeadMap, ModelShape, Operator
 from ..rundir import RunDir, score_file
+from .program import Budget, shares_of_total, solve
+from .ranking import Table, best_of_each_layer, mean_ranks, ranks, top_heads
 
-Table = Sequence[Sequence[float]]
-"""A score a head as [layers][heads]; higher means that the head needs full attention more."""
+__all__ = [
+    "DRAWN",
+    "SELECTORS",
+    "UNIFORM",
+    "Request",
+    "ScoreTables",
+    "Seed",
+    "Selector",
+    "Table",
+    "needed_by_seeds",
+    "num_full_heads",
+    "ranks",
+    "read_scores",
+    "seed_maps",
+    "top_heads",
+]
 
 
 @dataclass(frozen=True)
@@ -39,18 +56,24 @@ class Seed:
 
 @dataclass(frozen=True)
 class Request:
-    """What a selector gets: the geometry, the scores that it reads in its row's order, the share of FA heads, and
-    a generator."""
+    """What a selector gets: the geometry, the scores that it reads in its row's order, the share of FA heads,
+    a generator, and where bytes are counted."""
 
     shape: ModelShape
     scores: tuple[ScoreTables, ...]
     fa_share: float
     rng: random.Random
+    cost: CostConfig
 
     @property
     def num_full(self) -> int:
         """Heads to keep as full attention."""
         return num_full_heads(self.shape, self.fa_share)
+
+    @property
+    def num_full_groups(self) -> int:
+        """KV groups to keep as full attention, where whole ones are chosen."""
+        return _share_of(self.shape.num_layers * self.shape.num_kv_heads, self.fa_share)
 
 
 @dataclass(frozen=True)
@@ -67,12 +90,17 @@ def num_full_heads(shape: ModelShape, fa_share: float) -> int:
 
 
 def seed_maps(
-    shape: ModelShape, scores: Mapping[str, ScoreTables], config: SeedConfig, seed: int
+    shape: ModelShape,
+    scores: Mapping[str, ScoreTables],
+    config: SeedConfig,
+    seed: int,
+    cost: CostConfig = CostConfig(),  # noqa: B008 - frozen
 ) -> list[Seed]:
     """The distinct head maps of every method of config.methods at every share of config.fa_shares.
 
     scores holds the tables by scoring method, as far as the methods need them (needed_by_seeds). all_full and
-    all_gdn have no share and appear once. Raises ValueError on a missing, misshapen or non-finite table.
+    all_gdn have no share and appear once. cost says at what context bytes are counted. Raises ValueError on a missing,
+    misshapen or non-finite table.
     """
     found: dict[HeadMap, Seed] = {}
     for method in config.methods:
@@ -82,10 +110,10 @@ def seed_maps(
         selector = SELECTORS[method]
         tables = tuple(_tables(shape, scores, name) for name in selector.scores)
         for share in config.fa_shares:
-            for number in range(config.random_maps if method == "random" else 1):
+            for number in range(config.random_maps if method in DRAWN else 1):
                 # A string seed is hashed with SHA-512, so the draw is the same in every process.
                 rng = random.Random(f"{seed}/{method}/{share}" + (f"/{number}" if number else ""))
-                full = selector.choose(Request(shape, tables, share, rng))
+                full = selector.choose(Request(shape, tables, share, rng, cost))
                 _insert(found, Seed(method, HeadMap.from_full_heads(shape, full)))
     return list(found.values())
 
@@ -112,31 +140,6 @@ def read_scores(run_dir: RunDir, methods: Iterable[ScoreMethod]) -> dict[str, Sc
     return found
 
 
-def top_heads(table: Table, count: int) -> list[Head]:
-    """The `count` heads (or KV groups) that score highest, best first, as (layer, index).
-
-    Ties go to the lower index first and to the lower layer second: tied heads (a causal score is
-    exactly zero for many) so spread over the layers instead of filling the first ones.
-    """
-    ranked = sorted((-value, head, layer) for (layer, head), value in _items(table))
-    return [(layer, head) for _, head, layer in ranked[:count]]
-
-
-def ranks(table: Table) -> dict[Head, float]:
-    """Rank of each head, 0 the lowest score; tied heads share the mean of their ranks."""
-    ordered = sorted(_items(table), key=lambda item: item[1])
-    result: dict[Head, float] = {}
-    start = 0
-    while start < len(ordered):
-        stop = start
-        while stop < len(ordered) and ordered[stop][1] == ordered[start][1]:
-            stop += 1
-        for head, _ in ordered[start:stop]:
-            result[head] = (start + stop - 1) / 2
-        start = stop
-    return result
-
-
 def _best_heads(request: Request) -> frozenset[Head]:
     (scores,) = request.scores
     return frozenset(top_heads(scores.heads, request.num_full))
@@ -156,32 +159,26 @@ def _best_layers(request: Request) -> frozenset[Head]:
 
 
 def _constrained(request: Request) -> frozenset[Head]:
-    """The best head of each layer first, then the best of the rest ("constrained global", arXiv 2606.20097).
-
-    With fewer heads to give than layers, the layers with the best first heads get one each.
-    """
+    """The best head of each layer first, then the best of the rest ("constrained global", arXiv 2606.20097)."""
     (scores,) = request.scores
-    table = scores.heads
-    firsts = [
-        [value if head == _argmax(row) else -math.inf for head, value in enumerate(row)]
-        for row in table
-    ]
-    leaders = top_heads(firsts, min(request.num_full, request.shape.num_layers))
-    chosen = set(leaders)
-    others = (head for head in top_heads(table, request.shape.total_heads) if head not in chosen)
-    missing = request.num_full - len(leaders)
-    return frozenset(leaders + [head for head, _ in zip(others, range(missing), strict=False)])
+    return frozenset(best_of_each_layer(scores.heads, request.num_full))
+
+
+def _constrained_groups(request: Request) -> frozenset[Head]:
+    """The same of whole KV groups."""
+    (scores,) = request.scores
+    return _heads_of(request.shape, best_of_each_layer(scores.groups, request.num_full_groups))
 
 
 def _blend(request: Request) -> frozenset[Head]:
     """The heads of the highest mean rank over the scores."""
-    mean = _mean_ranks([scores.heads for scores in request.scores])
+    mean = mean_ranks([scores.heads for scores in request.scores])
     return frozenset(top_heads(mean, request.num_full))
 
 
 def _blend_groups(request: Request) -> frozenset[Head]:
     """The KV groups of the highest mean rank over the scores."""
-    return _whole_groups(request, _mean_ranks([scores.groups for scores in request.scores]))
+    return _whole_groups(request, mean_ranks([scores.groups for scores in request.scores]))
 
 
 def _even_layers(request: Request) -> frozenset[Head]:
@@ -196,9 +193,42 @@ def _random(request: Request) -> frozenset[Head]:
     return frozenset(request.rng.sample(request.shape.heads(), request.num_full))
 
 
+def _random_groups(request: Request) -> frozenset[Head]:
+    groups = request.rng.sample(request.shape.groups(), request.num_full_groups)
+    return frozenset(head for group in groups for head in group)
+
+
+def _program(request: Request) -> frozenset[Head]:
+    """Least damage that adds up, by single heads; a KV group that goes as a whole counts as it was measured."""
+    heads, groups = shares_of_total([(scores.heads, scores.groups) for scores in request.scores])
+    return solve(request.shape, heads, Budget(request.num_full), groups=groups)
+
+
+def _program_groups(request: Request) -> frozenset[Head]:
+    """Least damage of single heads that adds up, by whole KV groups."""
+    heads, _ = shares_of_total([(scores.heads, scores.groups) for scores in request.scores])
+    budget = Budget(request.num_full_groups * request.shape.group_size)
+    return solve(request.shape, heads, budget, whole_groups=True)
+
+
+def _program_bytes(request: Request) -> frozenset[Head]:
+    """As _program, but with any number of heads whose cache is no larger than that of evenly spaced layers at the share."""
+    heads, groups = shares_of_total([(scores.heads, scores.groups) for scores in request.scores])
+    shape, cost = request.shape, request.cost
+    layers = HeadMap.from_full_heads(shape, _even_layers(request))
+    one = HeadMap.from_full_heads(shape, [(0, 0)])
+    budget = Budget(
+        max_bytes=cache_bytes(layers, cost.context, element_bytes=cost.element_bytes),
+        kv_head_bytes=kv_cache_bytes(one, cost.context, element_bytes=cost.element_bytes),
+        state_bytes=state_bytes(HeadMap.uniform(shape, Operator.GDN)) // shape.total_heads,
+    )
+    return solve(shape, heads, budget, groups=groups)
+
+
 SELECTORS: dict[SeedMethod, Selector] = {
     "causal": Selector(_best_heads, ("causal",)),
     "causal_per_layer": Selector(_constrained, ("causal",)),
+    "causal_per_layer_groups": Selector(_constrained_groups, ("causal",)),
     "causal_groups": Selector(_best_groups, ("causal",)),
     "attribution": Selector(_best_heads, ("attribution",)),
     "attribution_groups": Selector(_best_groups, ("attribution",)),
@@ -215,31 +245,37 @@ SELECTORS: dict[SeedMethod, Selector] = {
     "restoration": Selector(_best_layers, ("restoration",)),
     "blend": Selector(_blend, ("causal", "replacement_kl")),
     "blend_groups": Selector(_blend_groups, ("causal", "replacement_kl")),
+    "program": Selector(_program, ("replacement_kl",)),
+    "program_groups": Selector(_program_groups, ("replacement_kl",)),
+    "program_bytes": Selector(_program_bytes, ("replacement_kl",)),
+    "program_both": Selector(_program, ("replacement_kl", "replacement_nll")),
+    "program_both_groups": Selector(_program_groups, ("replacement_kl", "replacement_nll")),
+    "program_both_bytes": Selector(_program_bytes, ("replacement_kl", "replacement_nll")),
     "even_layers": Selector(_even_layers),
     "random": Selector(_random),
+    "random_groups": Selector(_random_groups),
 }
+DRAWN = ("random", "random_groups")
+"""Selectors that give config.random_maps maps at each share."""
 
 UNIFORM: dict[str, Operator] = {"all_full": Operator.FULL, "all_gdn": Operator.GDN}
 
 
 def _whole_groups(request: Request, table: Table) -> frozenset[Head]:
     """The heads of the best KV groups: the nearest whole number of groups to the share, at least one."""
-    shape = request.shape
+    return _heads_of(request.shape, top_heads(table, request.num_full_groups))
+
+
+def _heads_of(shape: ModelShape, kv_heads: Iterable[Head]) -> frozenset[Head]:
+    """All query heads of KV heads, given as (layer, KV head)."""
     groups = shape.groups()
-    best = top_heads(table, _share_of(len(groups), request.fa_share))
-    return frozenset(head for layer, kv in best for head in groups[layer * shape.num_kv_heads + kv])
+    return frozenset(
+        head for layer, kv in kv_heads for head in groups[layer * shape.num_kv_heads + kv]
+    )
 
 
 def _whole_layers(shape: ModelShape, layers: Iterable[int]) -> frozenset[Head]:
     return frozenset((layer, head) for layer in layers for head in range(shape.num_heads))
-
-
-def _mean_ranks(tables: Sequence[Table]) -> Table:
-    found = [ranks(table) for table in tables]
-    return [
-        [sum(rank[layer, index] for rank in found) / len(found) for index in range(len(row))]
-        for layer, row in enumerate(tables[0])
-    ]
 
 
 def _share_of(count: int, share: float) -> int:
@@ -271,13 +307,3 @@ def _check_table(name: str, table: Table, num_layers: int, width: int) -> None:
         raise ValueError(f"seeds: {name} scores are not {num_layers} x {width}")
     if not all(math.isfinite(value) for row in table for value in row):
         raise ValueError(f"seeds: {name} scores hold a value that is not finite")
-
-
-def _items(table: Table) -> list[tuple[Head, float]]:
-    return [
-        ((layer, head), value) for layer, row in enumerate(table) for head, value in enumerate(row)
-    ]
-
-
-def _argmax(row: Sequence[float]) -> int:
-    return max(range(len(row)), key=lambda head: (row[head], -head))

@@ -9,7 +9,8 @@ from typing import get_args
 
 import pytest
 
-from archsearch.config import ScoreMethod, SeedConfig, SeedMethod
+from archsearch.config import CostConfig, ScoreMethod, SeedConfig, SeedMethod
+from archsearch.cost import cache_bytes
 from archsearch.errors import ConfigError
 from archsearch.headmap import ModelShape, Operator
 from archsearch.rundir import RunDir, score_file
@@ -45,6 +46,11 @@ SCORES = {
 }
 BY_GROUP = {"duo_gates", *(name for name in SELECTORS if name.endswith("_groups"))}
 BY_LAYER = {"restoration", "even_layers"}
+BY_BYTES = {name for name in SELECTORS if name.endswith("_bytes")}
+# Those that keep something else than the highest of one table.
+OTHERS = {"program_groups", "program_both_groups", "causal_per_layer_groups", "random_groups"}
+READS = {"blend": {"causal", "replacement_kl"}, "program": {"replacement_kl"}}
+READS["program_both"] = {"replacement_kl", "replacement_nll"}
 
 
 def seed_of(method: str, share: float, scores: dict[str, ScoreTables] = SCORES) -> frozenset:
@@ -59,7 +65,7 @@ def test_every_method_of_the_config_has_a_selector() -> None:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("method", sorted(set(SELECTORS) - BY_GROUP - BY_LAYER))
+@pytest.mark.parametrize("method", sorted(set(SELECTORS) - BY_GROUP - BY_LAYER - BY_BYTES))
 def test_seed_has_exactly_the_asked_number_of_full_heads(method: str, share: float) -> None:
     assert len(seed_of(method, share)) == num_full_heads(SHAPE, share)
 
@@ -70,6 +76,8 @@ def test_groups_are_whole_and_the_best(method: str, share: float, count: int) ->
     full = seed_of(method, share)
     kept = [all(head in full for head in group) for group in SHAPE.groups()]
     assert len(full) == 3 * sum(kept) == 3 * count  # Whole groups and nothing else.
+    if method in OTHERS:
+        return
     values = [group_value(method, *group[0]) for group in SHAPE.groups()]
     inside = [value for value, is_kept in zip(values, kept, strict=True) if is_kept]
     outside = [value for value, is_kept in zip(values, kept, strict=True) if not is_kept]
@@ -98,12 +106,11 @@ def test_restoration_takes_the_best_layers_whole(share: float, count: int) -> No
 def test_a_seed_needs_the_scores_that_it_is_named_after() -> None:
     for method in get_args(SeedMethod):
         needed = needed_by_seeds(SeedConfig(methods=(method,)))
-        if method in ("all_full", "all_gdn", "even_layers", "random"):
+        base = method.removesuffix("_groups").removesuffix("_bytes").removesuffix("_per_layer")
+        if base in ("all_full", "all_gdn", "even_layers", "random"):
             assert needed == set()
-        elif method.startswith("blend"):
-            assert needed == {"causal", "replacement_kl"}
         else:
-            assert needed == {method.removesuffix("_groups").removesuffix("_per_layer")}
+            assert needed == READS.get(base, {base})
 
 
 def test_every_method_of_the_config_gives_maps_at_every_share() -> None:
@@ -161,6 +168,77 @@ def test_causal_per_layer_keeps_a_head_in_each_layer() -> None:
 def test_causal_per_layer_with_fewer_heads_than_layers_takes_the_best_layers() -> None:
     table = [[float(layer)] * SHAPE.num_heads for layer in range(SHAPE.num_layers)]
     assert seed_of("causal_per_layer", 0.03, {"causal": tables(table)}) == {(5, 0), (4, 0)}
+
+
+def test_causal_per_layer_groups_keeps_a_group_in_each_layer() -> None:
+    groups = [[float(10 - layer), 0.0, 1.0] for layer in range(SHAPE.num_layers)]
+    scores = {"causal": tables(SCORES["causal"].heads, groups)}
+    full = seed_of("causal_per_layer_groups", 0.5, scores)
+    firsts = {(layer, head) for layer in range(SHAPE.num_layers) for head in range(3)}
+    assert firsts < full
+    assert {head for _, head in full - firsts} == {6, 7, 8}
+
+
+def sums_of_groups(heads: list[list[float]]) -> list[list[float]]:
+    return [[sum(row[3 * g : 3 * g + 3]) for g in range(3)] for row in heads]
+
+
+def test_program_without_interaction_is_the_top_of_the_list() -> None:
+    heads = SCORES["replacement_kl"].heads
+    scores = {"replacement_kl": tables(heads, sums_of_groups(heads))}
+    assert seed_of("program", 0.25, scores) == seed_of("replacement_kl", 0.25, scores)
+    whole = seed_of("replacement_kl_groups", 0.25, scores)
+    assert seed_of("program_groups", 0.25, scores) == whole
+
+
+def test_program_saves_the_group_that_is_worse_than_its_heads() -> None:
+    heads = [[0.1] * SHAPE.num_heads for _ in range(SHAPE.num_layers)]
+    heads[2] = [0.11] * SHAPE.num_heads
+    groups = sums_of_groups(heads)
+    groups[4][1] = 5.0
+    full = seed_of("program", 0.03, {"replacement_kl": tables(heads, groups)})
+    assert len(full) == num_full_heads(SHAPE, 0.03) == 2
+    # One head of it is enough; the other goes where heads alone count most.
+    assert sorted(layer for layer, _ in full) == [2, 4]
+
+
+def test_both_damages_count_by_their_share_of_all() -> None:
+    kl, nll = ([[0.0] * SHAPE.num_heads for _ in range(SHAPE.num_layers)] for _ in range(2))
+    kl[0], nll[1][2], nll[3][4] = [2e-4] * 9, 30.0, 20.0
+    scores = {
+        "replacement_kl": tables(kl, sums_of_groups(kl)),
+        "replacement_nll": tables(nll, sums_of_groups(nll)),
+    }
+    assert seed_of("program_both", 0.03, scores) == {(1, 2), (3, 4)}
+
+
+@pytest.mark.parametrize("context", [64, 4096])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("method", sorted(BY_BYTES))
+def test_programs_of_bytes_cost_no_more_than_evenly_spaced_layers(
+    method: str, share: float, context: int
+) -> None:
+    heads = {name: SCORES[name].heads for name in SELECTORS[method].scores}
+    scores = {name: tables(table, sums_of_groups(table)) for name, table in heads.items()}
+
+    def bytes_and_damage(name: SeedMethod) -> tuple[int, float]:
+        config = SeedConfig(methods=(name,), fa_shares=(share,))
+        [seed] = seed_maps(SHAPE, scores, config, seed=0, cost=CostConfig(context=context))
+        gone = set(SHAPE.heads()) - seed.head_map.full_heads()
+        totals = [sum(map(sum, table)) for table in heads.values()]
+        lost = [sum(table[layer][head] for layer, head in gone) for table in heads.values()]
+        shares = [part / total for part, total in zip(lost, totals, strict=True)]
+        return cache_bytes(seed.head_map, context), sum(shares)
+
+    own, layers = bytes_and_damage(method), bytes_and_damage("even_layers")
+    assert own[0] <= layers[0]
+    assert own[1] < layers[1]
+
+
+def test_random_groups_differ_by_number_and_share() -> None:
+    config = SeedConfig(methods=("random_groups",), fa_shares=(0.25, 0.5), random_maps=3)
+    maps = [seed.head_map for seed in seed_maps(SHAPE, {}, config, seed=0)]
+    assert len(set(maps)) == len(maps) == 6
 
 
 def test_blend_of_equal_tables_is_the_table() -> None:
