@@ -40,6 +40,8 @@ HEXAGON = "M-2.9,-5 H2.9 L5.8,0 L2.9,5 H-2.9 L-5.8,0 Z"
 STAR = "M0,-6.4 L1.8,-1.8 L6.4,0 L1.8,1.8 L0,6.4 L-1.8,1.8 L-6.4,0 L-1.8,-1.8 Z"
 TALL = "M0,-6.4 L3.6,0 L0,6.4 L-3.6,0 Z"
 BAR = "M-6,-2.6 H6 V2.6 H-6 Z"
+POST = "M-2.6,-6 H2.6 V6 H-2.6 Z"
+ARCH = "M-5,-5 H5 V5 H1.8 V0 H-1.8 V5 H-5 Z"
 HOLE = " M-1.8,0 a1.8,1.8 0 1,0 3.6,0 a1.8,1.8 0 1,0 -3.6,0 Z"
 """Added to a method's shape where it keeps whole KV groups."""
 
@@ -50,6 +52,7 @@ MARKS = {
     "all_gdn": Mark(PLUS, "#1c2733"),
     "causal": Mark(UP, "#d9731a"),
     "causal_per_layer": Mark(DOWN, "#e0a800"),
+    "causal_per_layer_groups": Mark(DOWN + HOLE, "#e0a800"),
     "causal_groups": Mark(UP + HOLE, "#d9731a"),
     "attribution": Mark(PENTAGON, "#a3324f"),
     "attribution_groups": Mark(PENTAGON + HOLE, "#a3324f"),
@@ -65,8 +68,15 @@ MARKS = {
     "restoration": Mark(BAR, "#a77fd0"),
     "blend": Mark(RIGHTWARD, "#7aa61b"),
     "blend_groups": Mark(RIGHTWARD + HOLE, "#7aa61b"),
+    "program": Mark(POST, "#2a5d8f"),
+    "program_groups": Mark(POST + HOLE, "#2a5d8f"),
+    "program_bytes": Mark(ARCH, "#2a5d8f"),
+    "program_both": Mark(POST, "#8f2a6b"),
+    "program_both_groups": Mark(POST + HOLE, "#8f2a6b"),
+    "program_both_bytes": Mark(ARCH, "#8f2a6b"),
     "even_layers": Mark(SQUARE, "#7d5ba6"),
     "random": Mark(CROSS, "#6c757d"),
+    "random_groups": Mark(CROSS + HOLE, "#6c757d"),
 }
 
 

@@ -63,7 +63,7 @@ METHOD_TITLES = {
     "all_gdn": "all Gated DeltaNet",
     "causal": "causal score",
     "causal_per_layer": "causal, one a layer",
-    "causal_per_layer_groups": "causal, a whole KV group a layer",
+    "causal_per_layer_groups": "causal, one a layer, whole KV groups",
     "causal_groups": "causal, whole KV groups",
     "attribution": "attribution patching",
     "attribution_groups": "attribution, whole KV groups",
