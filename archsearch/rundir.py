@@ -32,6 +32,7 @@ RESUMABLE = (
     "supernet.checkpoint_minutes",
     "distill.cache_gib",
     "distill.checkpointing",
+    "distill.replay",
 )
 """Fields that may change between two calls of one run, since no finished work depends on them."""
 

@@ -36,6 +36,8 @@ class DistillConfig(Section):
     """Memory of a worker for that; what is beyond goes to the run directory."""
     checkpointing: bool = False
     """Compute each layer a second time in the backward pass instead of keeping what it made."""
+    replay: bool = False
+    """On a GPU, record the student's part of a step as a CUDA graph and replay it: fewer launches, for small batches."""
     packed: bool = False
     """Keep the documents of a row apart, attention and memory alike: as the training text marks them, else they end at
     each end-of-text token."""
@@ -48,6 +50,8 @@ class DistillConfig(Section):
             raise ValueError(
                 f"teacher_logits: mean_row needs trainable: attention, not {self.trainable}"
             )
+        if self.replay and (self.checkpointing or self.packed):
+            raise ValueError("replay goes with neither checkpointing nor packed")
         if self.hidden_weight and self.teacher_logits not in ("exact", "hidden"):
             raise ValueError(
                 f"hidden_weight needs teacher_logits: exact or hidden, not {self.teacher_logits}"

@@ -3,8 +3,8 @@
     python -m archsearch.lab.step_rate search_spaces/qwen3_1.7b.yaml --set teacher.source=package:archsearch/assets/qwen3_1.7b
         --set teacher.random_weights=true --figures runs/lab/step_rate.json
 
-An alignment step and a distillation step, by who computes the heads, by what is kept of the teacher, with layers computed
-twice, and with fp32 weights under autocast instead of bf16 ones on fp32 masters. Batches are the config's, of random
+An alignment step and a distillation step, by who computes the heads, by what is kept of the teacher, replayed from a CUDA
+graph, with layers computed twice, and with fp32 weights under autocast instead of bf16 ones on fp32 masters. Batches are the config's, of random
 tokens; those of a kept teacher have been seen before. The student keeps two random heads of each layer. A candidate is
 cut, distilled at the measured rate, and measured on text and prompts as the config has them.
 """
@@ -58,6 +58,9 @@ CASES = {
     "hidden": Case({"teacher_logits": "hidden"}),
     "mean_row": Case({"teacher_logits": "mean_row", "trainable": "attention"}),
     "topk": Case({"teacher_logits": "topk"}),
+    "mean_row, replayed": Case(
+        {"teacher_logits": "mean_row", "trainable": "attention", "replay": True}
+    ),
     "hidden, layers twice": Case({"teacher_logits": "hidden", "checkpointing": True}),
     "hidden, fp32 weights": Case({"teacher_logits": "hidden"}, wide=True),
     "hidden, all weights": Case({"teacher_logits": "hidden", "trainable": "all"}),

@@ -16,7 +16,8 @@ from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .loop import Plan, Source, StepHook, TrainingState, train
 from .packing import end_of_text, ids_of
-from .student import LossWeights, StudentLoss, in_training
+from .replay import Replay
+from .student import LossWeights, StudentLoss, in_training, trainable_parameters
 from .teacher_logits import TeacherLogits
 
 FINAL_SHARE = 0.1
@@ -98,7 +99,10 @@ def student_loss(
     if logits is None and (weights.kl or weights.hidden):
         logits = TeacherLogits(teacher, config)
     end_token = end_of_text(teacher.tokenizer) if config.packed else None
-    return StudentLoss(student, logits, weights, end_token=end_token)
+    replay = None
+    if config.replay and teacher.device.type == "cuda":
+        replay = Replay(list(trainable_parameters(student, config.trainable).values()))
+    return StudentLoss(student, logits, weights, end_token=end_token, replay=replay)
 
 
 def outcome(state: TrainingState, tokens: int, steps: int, started: float) -> Distillation:

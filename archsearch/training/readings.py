@@ -205,7 +205,7 @@ def _identity(
         flat = parameter.detach().flatten()
         picked = flat[:: max(1, len(flat) // SAMPLE)].to("cpu", torch.float32)
         digest.update(picked.numpy().tobytes())
-    settings = config.model_dump(exclude={"cache_gib", "checkpointing", "warmup_steps"})
+    settings = config.model_dump(exclude={"cache_gib", "checkpointing", "replay", "warmup_steps"})
     facts = {
         "teacher": teacher.fingerprint,
         "head_map": student.config.head_map,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from .loop import TrainingState, mixed_precision, native_precision, product_dtype
 from .losses import NextToken, Weighted, backward_logits, pull_hidden
 from .packing import Batch, RawBatch
+from .replay import Replay
+from .target_cache import Arrays
 from .teacher_logits import TeacherLogits, final_hidden
 
 
@@ -34,8 +36,8 @@ class StudentLoss:
     """The LossStep of a student: the weighted terms, each a mean over positions.
 
     A student of one dtype computes in it (an fp32 one multiplies in bf16 on a GPU); with fp32 weights among bf16 ones it
-    runs under autocast. teacher may be None where only ce counts. end_token ends documents that do not see each other, in batches
-    that do not say where documents start.
+    runs under autocast. teacher may be None where only ce counts. end_token ends documents that do not see each other, in
+    batches that do not say where documents start. replay, where given, records the student's part of a step.
     """
 
     def __init__(
@@ -45,29 +47,53 @@ class StudentLoss:
         weights: LossWeights,
         *,
         end_token: int | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self._student, self._teacher, self._weights = student, teacher, weights
-        self._end_token = end_token
+        self._end_token, self._replay = end_token, replay
         self._device = student.lm_head.weight.device
         self._dtype = student.dtype
         mixed = len({parameter.dtype for parameter in student.parameters()}) > 1
         self._precision = mixed_precision if mixed else native_precision
+        self._held: Arrays = {}
 
     def __call__(self, raw: RawBatch) -> Tensor:
         """Adds the gradients of a batch on the CPU; returns its loss."""
         batch = Batch.of(raw, self._device, self._end_token)
-        target, theirs_MC = (None, None) if self._teacher is None else self._teacher(batch)
+        arrays = {} if self._teacher is None else self._teacher.arrays(batch)
+        # Packed documents are of other lengths in every batch.
+        if self._replay is None or batch.bounds_N is not None:
+            return self._step(batch, arrays)
+        held = self._hold({**arrays, "labels": batch.labels_M})
+
+        def work(ids_BT: Tensor) -> Tensor:
+            return self._step(replace(batch, ids_BT=ids_BT, labels_M=held["labels"]), held)
+
+        # What the model depends on besides its parameters.
+        key = (batch.num_labels, self._student.config.fa["rope_share"])
+        return self._replay(work, batch.ids_BT, key)
+
+    def _hold(self, arrays: Arrays) -> Arrays:
+        """The arrays in tensors that are the same ones in every step of a shape."""
+        if {k: v.shape for k, v in arrays.items()} != {k: v.shape for k, v in self._held.items()}:
+            with torch.inference_mode(False):
+                self._held = {name: torch.empty_like(value) for name, value in arrays.items()}
+        for name, value in arrays.items():
+            self._held[name].copy_(value)
+        return self._held
+
+    def _step(self, batch: Batch, arrays: Arrays) -> Tensor:
+        weights, terms = self._weights, []
         with self._precision(self._device, self._dtype):
             ours_MC = final_hidden(self._student, batch)
-        terms, weights = [], self._weights
-        if weights.kl and target is not None:
-            terms.append(Weighted(target, weights.kl))
+        if weights.kl and self._teacher is not None:
+            terms.append(Weighted(self._teacher.target(arrays), weights.kl))
         if weights.ce:
             share = len(ours_MC) / max(1, batch.num_labels)
             terms.append(Weighted(NextToken(batch.labels_M), weights.ce * share))
         error, pulled_MC = None, None
-        if weights.hidden and theirs_MC is not None:
-            error, pulled_MC = pull_hidden(ours_MC, theirs_MC, weights.hidden)
+        if weights.hidden:
+            error, pulled_MC = pull_hidden(ours_MC, arrays["hidden"], weights.hidden)
         dtype = product_dtype(self._device, self._dtype)
         loss = backward_logits(ours_MC, self._student.lm_head, terms, dtype, pulled_MC)
         return loss if error is None else loss + error

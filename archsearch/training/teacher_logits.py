@@ -120,13 +120,15 @@ class TeacherLogits:
             self._identity(config), teacher.device, config.cache_gib * GIB, folder
         )
 
-    def __call__(self, batch: Batch) -> tuple[Target, Tensor | None]:
-        """The target of a batch, and the teacher's final hidden states [M, C] where they are at hand."""
+    def arrays(self, batch: Batch) -> Arrays:
+        """What is kept, or made now, of the teacher's answer to a batch; "hidden" are its final hidden states [M, C]."""
         if self._form is None:
-            hidden_MC = self._hidden(batch)
-            return Dense(hidden_MC, self._head), hidden_MC
-        kept = self._cache.get(batch.key, lambda: self._make(batch))
-        return self._form.target(kept, self._head), kept.get("hidden")
+            return {"hidden": self._hidden(batch)}
+        return self._cache.get(batch.key, lambda: self._make(batch))
+
+    def target(self, arrays: Arrays) -> Target:
+        """What a student is to come close to, from arrays or copies of them."""
+        return (self._form or FORMS["hidden"]).target(arrays, self._head)
 
     def _make(self, batch: Batch) -> Arrays:
         assert self._form is not None

@@ -149,6 +149,8 @@ def test_steps_are_counted_on_from_an_earlier_distillation(
         ({"kl_weight": 0.0}, "nothing to learn from"),
         ({"teacher_logits": "mean_row", "trainable": "all"}, "mean_row needs trainable: attention"),
         ({"teacher_logits": "topk", "hidden_weight": 1.0}, "hidden_weight needs teacher_logits"),
+        ({"replay": True, "packed": True}, "replay goes with neither"),
+        ({"replay": True, "checkpointing": True}, "replay goes with neither"),
     ],
 )
 def test_what_cannot_go_together_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
+from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM, set_rope_share
 from archsearch.config import DistillConfig
 from archsearch.data.corpora import PackedBatch
 from archsearch.headmap import HeadMap
@@ -19,6 +19,7 @@ from archsearch.models.cut import cut
 from archsearch.models.teacher import Teacher
 from archsearch.training.distill import distill
 from archsearch.training.packing import document_bounds, document_starts, end_of_text
+from archsearch.training.replay import Replay
 from archsearch.training.student import (
     LossWeights,
     StudentLoss,
@@ -26,9 +27,10 @@ from archsearch.training.student import (
     in_training,
     trainable_parameters,
 )
-from archsearch.training.teacher_logits import TeacherLogits
+from archsearch.training.teacher_logits import FORMS, TeacherLogits
 from tests.random_models import random_supernet, random_teacher, random_tokens
 from tests.training.conftest import random_batches
+from tests.training.test_replay import Tape
 
 END = 7
 
@@ -154,6 +156,30 @@ def test_marked_documents_go_before_end_tokens(teacher: Teacher) -> None:
     assert float(ended(PackedBatch(ids, other))) != float(ended(ids))
     for parameter in student.parameters():
         parameter.grad = None
+
+
+@pytest.mark.parametrize("form", ["exact", *FORMS])
+def test_a_replayed_step_is_the_step(teacher: Teacher, form: str) -> None:
+    student, tape = student_of(teacher), Tape()
+    logits = TeacherLogits(teacher, DistillConfig(teacher_logits=form))
+    weights = LossWeights(kl=1.0, ce=0.2, hidden=0.5 if form in ("exact", "hidden") else 0.0)
+    with in_training(student, "attention"):
+        parameters = list(trainable_parameters(student, "attention").values())
+        plain = StudentLoss(student, logits, weights)
+        replayed = StudentLoss(student, logits, weights, replay=Replay(parameters, tape))
+        for seed in range(6):
+            ids = random_tokens(3, 20, seed=seed)
+            value, wanted = gradients_of(student, plain, ids)
+            found, gradients = gradients_of(student, replayed, ids)
+            assert found == pytest.approx(value, rel=1e-6)
+            for name, gradient in wanted.items():
+                torch.testing.assert_close(gradients[name], gradient, msg=name)
+        assert tape.recorded == 1
+        # Another share of RoPE is another step.
+        set_rope_share(student, 0.5)
+        ids = random_tokens(3, 20, seed=9)
+        value = gradients_of(student, plain, ids)[0]
+        assert gradients_of(student, replayed, ids)[0] == pytest.approx(value, rel=1e-6)
 
 
 def test_half_precision_weights_learn_as_full_ones(teacher: Teacher) -> None:

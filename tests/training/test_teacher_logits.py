@@ -38,7 +38,7 @@ class Watched:
 
     def loss(self, batch: Batch) -> float:
         """The divergence of a fixed student, which tells targets apart."""
-        target, _ = self.logits(batch)
+        target = self.logits.target(self.logits.arrays(batch))
         generator = torch.Generator().manual_seed(3)
         hidden = torch.randn(batch.ids_BT.numel(), 32, generator=generator)
         logits = self.logits._head.logits(hidden)

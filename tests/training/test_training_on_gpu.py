@@ -91,6 +91,18 @@ def test_every_form_learns(form: str, packed: bool) -> None:
     assert result.last_loss < 0.95 * result.first_loss
 
 
+def test_a_replayed_distillation_is_the_distillation() -> None:
+    teacher, found = on_gpu(random_teacher()), []
+    for replay in (False, True):
+        config = CONFIG.model_copy(update={"replay": replay})
+        found.append(
+            distill(student_of(teacher), teacher, random_batches, tokens=30 * 384, config=config)
+        )
+    assert found[1].first_loss == pytest.approx(found[0].first_loss, rel=1e-2)
+    gain = found[0].first_loss - found[0].last_loss
+    assert found[1].last_loss == pytest.approx(found[0].last_loss, abs=0.2 * gain)
+
+
 def test_all_weights_and_all_terms_learn() -> None:
     teacher = on_gpu(random_teacher(tied=True))
     options = {"trainable": "all", "ce_weight": 0.1, "hidden_weight": 1.0}
