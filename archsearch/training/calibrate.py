@@ -9,7 +9,7 @@ Shapes: L layers, N sequences, T tokens, C hidden size, H query heads, D head_di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -45,21 +45,24 @@ def calibrate(
     init: TwinInitConfig | None = None,
     *,
     seed: int = 0,
+    layers: Collection[int] | None = None,
 ) -> None:
     """Sets dt_bias, the bias of b, gamma and (where twins have one) bias, in place; projections too where init says so.
 
     Two passes of the teacher over tokens, best a few thousand of them. The twins must be freshly
     migrated: A_log, a_proj and the weight of b_proj zero, the gate the identity. seed draws random projections.
+    Statistics are taken in layers alone, where given.
     """
     init = init or TwinInitConfig()
+    layers = range(len(supernet.twins)) if layers is None else layers
     tokens_NT = tokens_NT.long().to(teacher.device)
     with torch.no_grad():
         if init.projections == "random":
             _redraw(teacher, supernet, seed)
         if init.qk_norm == "ones":
             _reset_norms(supernet)
-        _set_memory(teacher, supernet, tokens_NT[:STATISTICS_SEQUENCES], init)
-        _fit_outputs(teacher, supernet, tokens_NT, init)
+        _set_memory(teacher, supernet, tokens_NT[:STATISTICS_SEQUENCES], init, layers)
+        _fit_outputs(teacher, supernet, tokens_NT, init, layers)
 
 
 def _redraw(teacher: Teacher, supernet: Supernet, seed: int) -> None:
@@ -84,7 +87,11 @@ def _reset_norms(supernet: Supernet) -> None:
 
 
 def _set_memory(
-    teacher: Teacher, supernet: Supernet, tokens_NT: Tensor, init: TwinInitConfig
+    teacher: Teacher,
+    supernet: Supernet,
+    tokens_NT: Tensor,
+    init: TwinInitConfig,
+    layers: Collection[int],
 ) -> None:
     def visit(layer: int, x: Tensor, position_embeddings: PositionEmbeddings, _: Tensor) -> None:
         full, twin = teacher.model.model.layers[layer].self_attn.full, supernet.twins[layer]
@@ -96,7 +103,7 @@ def _set_memory(
         twin.dt_bias.copy_((math.log(2) / half_life_H).expm1().log())
         twin.b_proj.bias.copy_(WRITES[init.write](found, init).logit())
 
-    visit_layers(teacher.model, tokens_NT, visit)
+    visit_layers(teacher.model, tokens_NT, visit, layers)
 
 
 def _half_life_of_attention(found: AttentionStatistics, init: TwinInitConfig) -> Tensor:
@@ -137,14 +144,18 @@ WRITES: dict[WriteName, Callable[[AttentionStatistics, TwinInitConfig], Tensor]]
 
 
 def _fit_outputs(
-    teacher: Teacher, supernet: Supernet, tokens_NT: Tensor, init: TwinInitConfig
+    teacher: Teacher,
+    supernet: Supernet,
+    tokens_NT: Tensor,
+    init: TwinInitConfig,
+    layers: Collection[int],
 ) -> None:
-    twins = [cast("GatedDeltaHeads", twin) for twin in supernet.twins]
-    for twin in twins:
+    twins = {layer: cast("GatedDeltaHeads", supernet.twins[layer]) for layer in layers}
+    for twin in twins.values():
         twin.gamma.fill_(1)
         if twin.bias is not None:
             twin.bias.zero_()
-    fits = [OutputFit() for _ in twins]
+    fits = {layer: OutputFit() for layer in layers}
 
     def visit(layer: int, x: Tensor, position_embeddings: PositionEmbeddings, o: Tensor) -> None:
         twin_BTHD = twins[layer](x, position_embeddings)
@@ -153,10 +164,11 @@ def _fit_outputs(
 
     with mixed_precision(teacher.device, teacher.model.dtype):
         for ids_BT in tokens_NT.split(max(1, 8192 // tokens_NT.shape[1])):
-            visit_layers(teacher.model, ids_BT, visit)
-    for twin, fit, root_HDD in zip(twins, fits, output_roots(teacher.model), strict=True):
+            visit_layers(teacher.model, ids_BT, visit, layers)
+    roots_LHDD = output_roots(teacher.model)
+    for layer, twin in twins.items():
         fitted = twin.bias is not None and init.bias == "fitted"
-        gamma_HD, bias_HD = fit.solve(root_HDD, with_bias=fitted, scale=init.scale)
+        gamma_HD, bias_HD = fits[layer].solve(roots_LHDD[layer], with_bias=fitted, scale=init.scale)
         twin.gamma.copy_(gamma_HD)
         if twin.bias is not None:
             twin.bias.copy_(bias_HD)
