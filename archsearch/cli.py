@@ -128,6 +128,47 @@ def report(run: RunPath, debug: Debug = False) -> None:
 
 
 @app.command()
+def fidelity(
+    run: RunPath,
+    maps: Annotated[
+        int | None, typer.Option("--maps", metavar="N", help="Head maps to train; 12 by default.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="T", help="Of each map; 8 times the longest proxy by default."),
+    ] = None,
+    at: Annotated[
+        list[int] | None,
+        typer.Option("--at", metavar="T", help="Reads each map there; may be given again."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R", help="Maps trained again with another seed; a quarter by default."
+        ),
+    ] = None,
+    share: Annotated[
+        float, typer.Option(metavar="S", help="Share of full-attention heads of the good maps.")
+    ] = 0.125,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stops after the plan.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Trains head maps long and says how well every shorter look predicts that; the same command again resumes."""
+    with faults(debug):
+        from .fidelity_plan import Options, counts_of, plan_fidelity
+        from .fidelity_run import run_fidelity
+
+        _tell_backends(debug)
+        counts = None if maps is None else counts_of(maps)
+        options = Options(counts, tokens, tuple(at or ()), repeats, share)
+        plan, printer = plan_fidelity(RunDir(run), options), Printer()
+        for line in plan.lines():
+            printer.line(line)
+        if not dry_run:
+            run_fidelity(RunDir(run), plan, printer)
+
+
+@app.command()
 def dashboard(
     run: RunPath,
     port: Annotated[int, typer.Option(help="On the loopback interface.")] = 8080,

@@ -99,6 +99,12 @@ def teacher_bytes(config: RunConfig, info: TeacherInfo) -> int:
     return info.num_parameters * _element_bytes(config)
 
 
+def checkpoint_bytes(config: RunConfig, info: TeacherInfo) -> int:
+    """What one distillation keeps on disk to go on from: weights and two moments in fp32."""
+    every = config.distill.trainable == "all"
+    return 3 * 4 * (info.num_parameters if every else _twin_parameters(info))
+
+
 def _scoring_bytes(config: RunConfig, info: TeacherInfo) -> int:
     """The larger of alignment and scores, beside a process's own."""
     twins = 4 * _twin_parameters(info)

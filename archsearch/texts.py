@@ -44,9 +44,22 @@ def write_texts(
     """
     heldout = write_heldout(config, run_dir, teacher, seed, progress)
     num_heldout = sum(rows.size for rows in heldout.values())
+    said = write_training(config, run_dir, teacher, heldout, seed, progress)
+    return f"{num_heldout:,} held-out " + (f"and {said}" if said else "tokens")
+
+
+def write_training(
+    config: RunConfig,
+    run_dir: RunDir,
+    teacher: Teacher,
+    heldout: dict[str, NDArray[Any]],
+    seed: Callable[[str], int],
+    progress: Progress,
+) -> str:
+    """The training part of write_texts, against the held-out tokens by their field; says nothing where nothing is trained."""
     rows = training_rows(config)
     if not rows.text:
-        return f"{num_heldout:,} held-out tokens"
+        return ""
     text, left_out = _training_text(config, teacher, rows, heldout, seed, progress)
     _write_array(run_dir, TRAIN_FILE, text.rows)
     if text.starts is not None:
@@ -65,7 +78,7 @@ def write_texts(
         )
         _write_array(run_dir, RETRIEVAL_FILE, prompts)
     less = f" ({left_out} sequences left out that share text with them)" if left_out else ""
-    return f"{num_heldout:,} held-out and {text.rows.size:,} training tokens{less}, {rows.prompts:,} prompts"
+    return f"{text.rows.size:,} training tokens{less}, {rows.prompts:,} prompts"
 
 
 def write_heldout(

@@ -9,6 +9,7 @@ from importlib import resources
 from itertools import combinations
 from typing import Any
 
+from .fidelity_tables import fidelity_tables
 from .headmap_svg import COLOURS, OUTLINE, headmap_svg, legend_svg
 from .html_table import folded_html, table_html
 from .pareto_svg import pareto_svg
@@ -32,6 +33,7 @@ def html_report(summary: RunSummary) -> str:
         f"<h1>{escape(summary.name)}</h1>",
         f'<p class="lead">{escape(_lead(summary))}</p>',
         *(_result(summary) if summary.rungs else []),
+        *(table_html(table) for table in fidelity_tables(summary.fidelity)),
         *scores_html(summary.scores),
         *(_earlier_plots(summary, rung) for rung in reversed(summary.rungs[:-1])),
         table_html(failure_table(summary)),

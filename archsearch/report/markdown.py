@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .fidelity_tables import fidelity_tables
 from .records import RunSummary
 from .score_tables import score_tables
 from .similarity_svg import similarity_caption
@@ -20,6 +21,7 @@ from .tables import (
 def markdown_report(summary: RunSummary) -> str:
     """All tables of a run, one after the other."""
     tables = _search_tables(summary) if summary.rungs else []
+    tables += fidelity_tables(summary.fidelity)
     tables += [*score_tables(summary.scores), failure_table(summary), stage_table(summary)]
     parts = [markdown_table(table) for table in tables if table.rows]
     if summary.scores.similarity is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..fidelity.records import Study
 from ..headmap import HeadMap
 from ..metrics import is_share
 from .score_records import ScoreFiles
@@ -179,6 +180,8 @@ class RunSummary:
     methods: tuple[dict[str, Any], ...] = ()
     """Seconds of each scoring method."""
     scores: ScoreFiles = field(default_factory=ScoreFiles)
+    fidelity: Study | None = None
+    """How well proxies predict long training, where that was measured."""
 
     @property
     def last(self) -> Rung:

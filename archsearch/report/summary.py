@@ -6,6 +6,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..fidelity.records import read_study
 from ..headmap import ModelShape
 from ..rundir import RunDir
 from ..search.front import CONTROL, SEARCH
@@ -40,6 +41,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         stages=tuple(stages),
         methods=tuple(methods),
         scores=scores,
+        fidelity=read_study(run_dir),
     )
 
 

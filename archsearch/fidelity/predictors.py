@@ -1,0 +1,36 @@
+"""What can be said of a head map without making a student of it; smaller means better, as with losses. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..config import CostConfig
+from ..headmap import HeadMap
+from ..search.seeds import ScoreTables
+from ..search.space import analytic_costs
+
+FA_SHARE = "minus FA share"
+CACHE = "minus cache bytes"
+
+
+def sum_of(method: str) -> str:
+    """What the sum of a method's scores over the replaced heads is called."""
+    return f"sum of {method}"
+
+
+def predictors_of(
+    head_map: HeadMap, scores: Mapping[str, ScoreTables], cost: CostConfig
+) -> dict[str, float]:
+    """The sum of each method's scores over the heads that lose full attention, and what the map keeps and takes.
+
+    The sum of single-replacement KL is the map's KL if damages add up.
+    """
+    full = head_map.full_heads()
+    replaced = [head for head in head_map.model.heads() if head not in full]
+    found = {
+        sum_of(method): math.fsum(tables.heads[layer][head] for layer, head in replaced)
+        for method, tables in scores.items()
+    }
+    costs = analytic_costs(head_map, cost)
+    return {**found, FA_SHARE: -costs["fa_share"], CACHE: -costs["cache_bytes"]}

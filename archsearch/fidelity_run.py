@@ -1,0 +1,89 @@
+"""A study of proxies from its plan to its report: training what is missing, each map written down as it is finished."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+from .console import Printer
+from .errors import RunFault
+from .execution.choice import open_executor
+from .fidelity.analysis import analyse, targets_of
+from .fidelity.driver import Driver, tasks_of
+from .fidelity.records import FIDELITY_FILE, Study, write_study
+from .fidelity.worker import LongWorker
+from .fidelity_plan import FOLDER, FidelityPlan, training_config
+from .models.kernels import kernel_faults
+from .report.fidelity_tables import fidelity_tables
+from .report.files import write_report
+from .report.markdown import markdown_table
+from .rundir import RunDir
+from .stages import RunContext
+from .texts import write_heldout, write_training
+
+TEXT = "text"
+
+
+def run_fidelity(
+    run_dir: RunDir, plan: FidelityPlan, printer: Printer, *, seconds: float = inf
+) -> Study:
+    """Trains what is missing, writes fidelity.json and the report, and prints what was found.
+
+    With seconds, no map is begun that would not end within them. Raises RunFault at the end where maps failed.
+    """
+    deadline = time.monotonic() + seconds
+    with run_dir, kernel_faults():
+        run_dir.record_provenance(plan.config.seed)
+        write_study(run_dir, plan.study)
+        if plan.makes_text:
+            _make_text(run_dir, plan, printer)
+        study = _train(run_dir, plan, printer, deadline) if plan.missing else plan.study
+        study = analyse(study, targets_of(plan.config.search.objectives, study))
+        write_study(run_dir, study)
+        write_report(run_dir)
+    for table in fidelity_tables(study):
+        printer.line(markdown_table(table) + "\n")
+    printer.line(str(run_dir / FIDELITY_FILE))
+    if study.failures:
+        raise RunFault(
+            f"{len(study.failures)} maps failed; {run_dir / FIDELITY_FILE} has the causes, and the same command tries "
+            "them again"
+        )
+    return study
+
+
+def _train(run_dir: RunDir, plan: FidelityPlan, printer: Printer, deadline: float) -> Study:
+    with printer.stage(FOLDER) as progress:
+        executor = open_executor(plan.config.execution, LongWorker, plan.payload(run_dir))
+        driver = Driver(
+            plan.study,
+            executor,
+            run_dir / FOLDER,
+            save=lambda study: write_study(run_dir, study),
+            say=progress.line,
+            seconds=plan.map_seconds,
+            progress=progress,
+            deadline=deadline,
+        )
+        try:
+            study = driver.train(tasks_of(plan.study.subjects, plan.repeats))
+        finally:
+            executor.shutdown()
+        left = f"; {driver.left} are left for the same command" if driver.left else ""
+        progress.summary = f"{len(study.runs)} maps trained, {len(study.failures)} failed{left}"
+    return study
+
+
+def _make_text(run_dir: RunDir, plan: FidelityPlan, printer: Printer) -> None:
+    """Writes training text for as many tokens into the study's folder, once."""
+    place, tokens = RunDir(run_dir / FOLDER), plan.study.settings.tokens
+    if (place.stage(TEXT) or {}).get("tokens") == tokens:
+        return
+    config = training_config(plan.config, tokens)
+    with printer.stage(TEXT) as progress:
+        context = RunContext(config, run_dir)
+        teacher = context.teacher()
+        heldout = write_heldout(config, run_dir, teacher, context.seed, progress)
+        said = write_training(config, place, teacher, heldout, context.seed, progress)
+        progress.summary = said
+        place.mark_done(TEXT, tokens=tokens)
