@@ -56,13 +56,15 @@ RECIPES: dict[str, Recipe] = {
     "batch 4096": {"batch_tokens": 4_096},
     "batch 4096, rate 4e-3": {"batch_tokens": 4_096, "learning_rate": 4e-3},
     "batch 4096, rate 8e-3": {"batch_tokens": 4_096, "learning_rate": 8e-3},
+    "batch 2048, rate 4e-3": {"batch_tokens": 2_048, "learning_rate": 4e-3},
+    "batch 1024, rate 4e-3": {"batch_tokens": 1_024, "learning_rate": 4e-3},
     "batch 4096, rate 4e-3, no norm": {
         "batch_tokens": 4_096,
         "learning_rate": 4e-3,
         "gdn": {"norm": False},
     },
 }
-"""All but the last kinds differ from the config in one thing; rates and batches are compared at equal tokens."""
+"""Most differ from the config in one thing; rates and batches are compared at equal tokens."""
 
 
 def recipe_config(base: SupernetConfig, recipe: Recipe) -> SupernetConfig:
