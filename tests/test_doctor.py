@@ -202,6 +202,7 @@ def test_children_end_with_a_doctor_that_is_interrupted(
     table("hangs")
     place = tmp_path / "pid"
     monkeypatch.setenv(doctor_fakes.LEFT_BEHIND, str(place))
+    before = set(psutil.Process().children(recursive=True))  # other tests' Ray may still be here
 
     def interrupt(text: str) -> None:
         if place.exists() and place.read_text():
@@ -210,7 +211,7 @@ def test_children_end_with_a_doctor_that_is_interrupted(
     with pytest.raises(KeyboardInterrupt):
         examined(waiting=interrupt)
     assert is_gone(place)
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_child_ends_with_its_parent() -> None:

@@ -108,6 +108,7 @@ def test_what_cannot_be_replayed_goes_on_as_it_is(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_equal_unrecorded_calls() -> None:
     model = Model("cuda")
     replay = Replay(model.parameters, record_cuda_graph)
