@@ -47,6 +47,7 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q
 	! $(BIN)/python -c 'import triton' 2>/dev/null \
 		|| TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels \
+			tests/attention/test_full_kernels.py \
 			-m 'not gpu and not slow_interpreter'
 
 test: lint pytest  ## what CI runs
