@@ -220,6 +220,19 @@ class SeedConfig(Section):
     """Random maps at each share, of random and of random_groups."""
 
 
+class RetentionConfig(Section):
+    """After the last proxy: what the best found map of few FA heads keeps of the teacher's accuracy, beside baselines."""
+
+    prompts: NonNegative = 0
+    """Prompts of each kind (and context), none of them a trial's; 0 leaves it out."""
+    fa_share: Annotated[float, Field(gt=0, lt=1)] = 0.125
+    """Most FA heads, as a share of all."""
+    kinds: Annotated[tuple[RetrievalKind, ...], Field(min_length=1)] = ("multikey",)
+    methods: tuple[SeedMethod, ...] = ("random", "even_layers")
+    """Baselines of that share, trained on as many tokens."""
+    random_maps: Positive = 1
+
+
 class SearchConfig(Section):
     """What is searched, by what, and for how long."""
 
@@ -238,6 +251,7 @@ class SearchConfig(Section):
     max_promoted: Positive | None = None
     """Most points of each of these fronts that go on, those that add most hypervolume; all where not given."""
     seeds: SeedConfig = SeedConfig()
+    retention: RetentionConfig = RetentionConfig()
     random_control: bool = True
     """Also evaluate as many random head maps, to print what the search gains over them."""
     storage: str | None = None
@@ -307,7 +321,12 @@ class RunConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
 
     @model_validator(mode="after")
-    def _fades(self) -> RunConfig:
+    def _fitting(self) -> RunConfig:
+        missing = set(self.search.retention.kinds) - set(self.probes.kinds)
+        if self.search.retention.prompts and missing:
+            raise ValueError(
+                f"search.retention.kinds: {min(missing)} is not among probes.kinds; allowed: one of them"
+            )
         full, tokens = self.student.full, max(self.search.proxy_tokens)
         if not full.rope and tokens < full.rope_fade_tokens:
             raise ValueError(

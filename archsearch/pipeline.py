@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .config import RunConfig, ScoreMethod
+from .config import RetentionConfig, RunConfig, ScoreMethod
 from .console import Printer
 from .errors import RunFault
 from .inputs import scored_inputs
@@ -134,8 +134,9 @@ def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
     # A finished search goes on where it is asked for more trials, or for more tries of those that failed.
     search = config.search
     retries = details.get("max_retries", search.max_retries)
-    wanted = (search.trials, search.max_retries)
-    return name != "search" or (details.get("trials"), retries) == wanted
+    wanted = (search.trials, search.max_retries, search.retention.model_dump(mode="json"))
+    retention = details.get("retention", RetentionConfig().model_dump(mode="json"))
+    return name != "search" or (details.get("trials"), retries, retention) == wanted
 
 
 def _results(context: RunContext, name: str) -> dict[str, Any]:
@@ -146,5 +147,6 @@ def _results(context: RunContext, name: str) -> dict[str, Any]:
     return {
         "trials": search.trials,
         "max_retries": search.max_retries,
+        "retention": search.retention.model_dump(mode="json"),
         "failed": outcome.failed,
     }

@@ -345,10 +345,23 @@ def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
         f"{workers} {config.execution.executor} worker(s){tasks}"
     )
     total = sum(count * cost for count, cost in zip(counts, each, strict=True))
+    total += speed.forward * _retention_tokens(config)
     # Workers on one device share what it can do.
     devices = workers * config.execution.gpus_per_worker if speed.device == "cuda" else 1
     ray = RAY_SECONDS if config.execution.executor == "ray" else 0.0
     return what, total / max(1, devices) + _teacher(info)[1] + ray
+
+
+def _retention_tokens(config: RunConfig) -> int:
+    """What search.retention costs, in tokens of a forward: the teacher, up to two found maps, and baselines to train."""
+    options, proxies = config.search.retention, config.search.proxy_tokens
+    if not options.prompts:
+        return 0
+    baselines = len(options.methods) + (
+        options.random_maps - 1 if "random" in options.methods else 0
+    )
+    asked = options.prompts * len(options.kinds) * sum(config.probes.contexts)
+    return (3 + baselines) * asked + baselines * 4 * max(proxies)
 
 
 def promoted_candidates(config: RunConfig) -> int:

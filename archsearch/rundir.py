@@ -27,6 +27,7 @@ SCHEMA = 1
 RESUMABLE = (
     "search.trials",
     "search.max_retries",
+    "search.retention.",
     "execution.",
     "kernels.",
     "supernet.checkpoint_minutes",

@@ -117,8 +117,9 @@ def test_plan_marks_finished_stages(finished: tuple[Path, Path, str]) -> None:
     config, run_dir, _ = finished
     plan = plan_run(load_config(config, []), RunDir(run_dir))
     assert all(stage.finished for stage in plan.stages)
-    more = plan_run(load_config(config, ["search.trials=12"]), RunDir(run_dir))
-    assert [stage.name for stage in more.stages if not stage.finished] == ["search"]
+    for asked in ("search.trials=12", "search.retention.prompts=2"):
+        more = plan_run(load_config(config, [asked]), RunDir(run_dir))
+        assert [stage.name for stage in more.stages if not stage.finished] == ["search"]
 
 
 def score(config: Path, run_dir: Path, *methods: str) -> str:

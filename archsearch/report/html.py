@@ -14,6 +14,7 @@ from .headmap_svg import COLOURS, OUTLINE, headmap_svg, legend_svg
 from .html_table import folded_html, table_html
 from .pareto_svg import pareto_svg
 from .records import COST_METRICS, Candidate, Objective, Rung, RunSummary, quantity
+from .retention_table import retention_tables
 from .scores_html import scores_html
 from .tables import (
     after,
@@ -73,6 +74,7 @@ def _result(summary: RunSummary) -> list[str]:
         _tiles(summary, rung),
         *(_plot(rung, x, y) for x, y in plot_axes(summary.objectives)),
         _front(summary, rung),
+        *(table_html(table) for table in retention_tables(summary)),
         table_html(hypervolume_table(summary)),
         *(_comparisons(summary, r) for r in reversed(summary.rungs)),
     ]

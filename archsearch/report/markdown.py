@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .fidelity_tables import fidelity_tables
 from .records import RunSummary
+from .retention_table import retention_tables
 from .score_tables import score_tables
 from .similarity_svg import similarity_caption
 from .tables import (
@@ -38,7 +39,7 @@ def _search_tables(summary: RunSummary) -> list[Table]:
     ]
     title = f"Front {after(summary.last)}"
     front = candidate_tables(summary.last.front, title, summary.objectives)
-    return [hypervolume_table(summary), *front, *comparisons]
+    return [hypervolume_table(summary), *front, *retention_tables(summary), *comparisons]
 
 
 def markdown_table(table: Table) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..fidelity.records import Study
-from ..headmap import HeadMap
+from ..headmap import HeadMap, ModelShape
 from ..metrics import is_share
+from ..search.retention import Retention
 from .score_records import ScoreFiles
 
 Group = Literal["search", "seed", "random"]
@@ -180,6 +181,10 @@ class RunSummary:
     methods: tuple[dict[str, Any], ...] = ()
     """Seconds of each scoring method."""
     scores: ScoreFiles = field(default_factory=ScoreFiles)
+    shape: ModelShape | None = None
+    """None where nothing was evaluated."""
+    retention: Retention | None = None
+    """What the found map keeps of the teacher's accuracy, where that was measured."""
     fidelity: Study | None = None
     """How well proxies predict long training, where that was measured."""
 

@@ -12,6 +12,7 @@ from ..rundir import RunDir
 from ..search.front import CONTROL, SEARCH
 from ..search.front import Candidate as Finished
 from ..search.outcome import RungOutcome, read_outcome
+from ..search.retention import read_retention
 from ..timings import read_timings
 from .records import Candidate, Failure, Group, Objective, Rung, RunSummary
 from .score_records import read_score_files
@@ -41,6 +42,8 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         stages=tuple(stages),
         methods=tuple(methods),
         scores=scores,
+        shape=rungs[0].candidates[0].head_map.model if rungs else None,
+        retention=read_retention(run_dir),
         fidelity=read_study(run_dir),
     )
 

@@ -15,6 +15,7 @@ from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
 from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
+from .retention import baseline_seeds, measure_retention
 from .rung import Job, Rung, Say
 from .samplers import derive_seed, quiet_optuna
 from .seeds import ScoreTables, Seed, needed_by_seeds, seed_maps
@@ -47,6 +48,8 @@ def run_search(
     executor = make_executor() if make_executor else _real_executor(config, run_dir)
     try:
         outcome = search.run(executor)
+        if config.search.retention.prompts:
+            measure_retention(config, run_dir, shape, scores, outcome, executor, say)
     finally:
         executor.shutdown()
     write_outcome(run_dir, outcome)
@@ -56,6 +59,8 @@ def run_search(
 def needed_scores(config: SearchConfig) -> list[ScoreMethod]:
     """The scores that a search reads, for its seeds and for its space, in the order of ScoreMethod."""
     needed = needed_by_seeds(config.seeds) | {*SPACE_SCORES}
+    if config.retention.prompts:
+        needed |= needed_by_seeds(baseline_seeds(config.retention))
     return [method for method in get_args(ScoreMethod) if method in needed]
 
 

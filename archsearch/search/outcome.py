@@ -55,6 +55,11 @@ class SearchOutcome:
     rungs: list[RungOutcome]
 
     @property
+    def tokens(self) -> int:
+        """Distillation tokens of the last rung."""
+        return self.rungs[-1].proxy_tokens
+
+    @property
     def fronts(self) -> Fronts:
         """The fronts of the last rung."""
         return self.rungs[-1].fronts

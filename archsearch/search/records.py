@@ -73,6 +73,8 @@ class TrialSpec:
     retry_of: int | None = None
     metrics: tuple[str, ...] = ()
     """Names of the metrics that the result must hold."""
+    retention: bool = False
+    """Asked the prompts of search.retention, with the parent's weights as they are if there is a parent."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data."""
@@ -113,6 +115,7 @@ class TrialResult:
 
 
 def trained_path(run_dir: Path, spec: TrialSpec) -> Path:
-    """Where a distilled candidate's weights lie; the control study counts its candidates by itself."""
-    control = "random-" if spec.method == CONTROL else ""
-    return run_dir / "trials" / f"{control}{spec.candidate}-{spec.proxy_tokens}.safetensors"
+    """Where a distilled candidate's weights lie; the control study counts its candidates by itself, as do baselines of retention."""
+    others = "retention-" if spec.retention else ""
+    others = "random-" if spec.method == CONTROL else others
+    return run_dir / "trials" / f"{others}{spec.candidate}-{spec.proxy_tokens}.safetensors"

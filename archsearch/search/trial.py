@@ -9,6 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
+from ..attention.positions import set_rope_share
 from ..config import RunConfig
 from ..data.answers_file import read_answers
 from ..data.corpora import Packed, packed_batches, training_batches
@@ -30,7 +32,7 @@ from ..evaluation.retrieval import retrieval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
-from ..models.full_heads import FullBranch, full_branch, rope_fader
+from ..models.full_heads import FullBranch, full_branch, rope_fader, rope_share
 from ..models.kernels import use_kernels
 from ..models.sources import resolve_path
 from ..models.supernet import Supernet
@@ -41,7 +43,7 @@ from ..training.packing import RawBatch
 from ..training.teacher_logits import TeacherLogits
 from .records import TrialResult, TrialSpec, trained_path
 from .space import analytic_costs
-from .trained import Trunk, load_to_go_on, save_trained
+from .trained import Trunk, load_to_go_on, load_trained, save_trained
 
 TRAIN_FILE, RETRIEVAL_FILE, HELDOUT_FILE = "train.npy", "retrieval.npy", "heldout.npy"
 STARTS_FILE = "train_starts.npy"
@@ -52,6 +54,9 @@ TEACHER_LOGITS = "teacher_logits"
 
 PROBE_SEED = 7_000_003
 """Offset of the evaluation probes' seed from the run's, so that scores and trials use other prompts."""
+
+RETENTION_SEED = 500_009
+"""The same for prompts of search.retention."""
 
 EVALUATION_TOKENS = {"cpu": 4096, "cuda": 65_536}
 """Most tokens of one evaluation forward, by device."""
@@ -90,6 +95,7 @@ class TrialWorker:
             for label in labels
         }
         self._probes = evaluation_probes(self.teacher, self.config)
+        self._fresh: list[Probe] | None = None
         self._harness = open_harness(self.config, self.teacher)
         self._full: FullBranch | None = None
         self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
@@ -136,8 +142,12 @@ class TrialWorker:
         distils = spec.proxy_tokens > 0 and head_map.fa_share < 1
         try:
             student = self.cut(head_map, trains=distils)
-            tokens = self._distil(student, spec) if distils else 0
-            metrics = self.measure(student)
+            if spec.retention:
+                tokens = self._train_as_promoted(student, spec) if distils else 0
+                metrics = self._measure_retention(student)
+            else:
+                tokens = self._distil(student, spec) if distils else 0
+                metrics = self.measure(student)
         finally:
             student = None  # type: ignore[assignment]
             self.free_memory()
@@ -165,6 +175,24 @@ class TrialWorker:
         if self._harness is not None:
             metrics |= self._harness.measure(student)
         return metrics
+
+    def _measure_retention(self, student: HydraHeadForCausalLM) -> dict[str, float]:
+        if self._fresh is None:
+            self._fresh = retention_probes(self.teacher, self.config)
+        return retrieval(student, self._fresh, batch_tokens=self._tokens)
+
+    def _train_as_promoted(self, student: HydraHeadForCausalLM, spec: TrialSpec) -> int:
+        """Takes the parent's weights as they are; without one, trains as a candidate is that reaches the last proxy."""
+        if spec.parent is not None:
+            tokens = load_trained(student, Path(spec.parent))
+            set_rope_share(student, rope_share(self.config.student.full, tokens))
+            return 0
+        spent, parent = 0, None
+        for tokens in filter(None, self.config.search.proxy_tokens):
+            step = replace(spec, proxy_tokens=tokens, parent=parent)
+            spent += self._distil(student, step)
+            parent = str(trained_path(self.run_dir, step))
+        return spent
 
     def _distil(self, student: HydraHeadForCausalLM, spec: TrialSpec) -> int:
         """Trains the student up to spec.proxy_tokens, those of its parent included, and saves it."""
@@ -283,6 +311,14 @@ def evaluation_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
     ]
     read = [read_answers(resolve_path(f.path), teacher.tokenizer, f.name) for f in probes.files]
     return [*drawn, *(probe for found in read for probe in found)]
+
+
+def retention_probes(teacher: Teacher, config: RunConfig) -> list[Probe]:
+    """The prompts of search.retention: of the same making as a trial's, and none of them."""
+    wanted = {"kinds": config.search.retention.kinds, "prompts": config.search.retention.prompts}
+    probes = config.probes.model_copy(update={**wanted, "unseen": (), "files": ()})
+    seed = config.seed + RETENTION_SEED
+    return evaluation_probes(teacher, config.model_copy(update={"probes": probes, "seed": seed}))
 
 
 def _read_config(data: dict[str, Any]) -> RunConfig:

@@ -212,6 +212,34 @@ def test_full_attention_heads_become_what_the_config_says_in_distillation(
     assert divergence(student, other._reference)["kl"] == found["kl"]
 
 
+def test_retention_asks_fresh_prompts_of_weights_as_they_are(payload: dict[str, Any]) -> None:
+    """With a parent, the stored weights; without one, those of a candidate that reached the last proxy."""
+    search = {"proxy_tokens": [0, 2 * LENGTH, 6 * LENGTH]}
+    search |= {"retention": {"prompts": 3, "kinds": ["single"]}}
+    other = TrialWorker({**payload, "config": payload["config"] | {"search": search}})
+    asked = trial.retention_probes(other.teacher, other.config)
+    assert Counter(probe.kind for probe in asked) == {"single": 3}
+    trials = trial.evaluation_probes(other.teacher, other.config)
+    assert not {probe.prompt for probe in asked} & {probe.prompt for probe in trials}
+
+    spec = spec_of("FGGG", "GGGF", tokens=2 * LENGTH)
+    other(spec)
+    promoted = replace(spec, proxy_tokens=6 * LENGTH, parent=str(trained_path(other.run_dir, spec)))
+    other(promoted)
+    stored = trained_path(other.run_dir, promoted)
+    asks = replace(promoted, retention=True, parent=str(stored))
+    as_it_is, baseline = other(asks), other(replace(asks, parent=None))
+    assert set(metrics_of(as_it_is)) == {
+        "niah_single_nll",
+        "niah_single_match",
+        "fa_share",
+        "cache_bytes",
+    }
+    assert metrics_of(as_it_is) == metrics_of(baseline)
+    assert (as_it_is.tokens, baseline.tokens) == (0, 6 * LENGTH)
+    assert trained_path(other.run_dir, replace(asks, parent=None)) != stored
+
+
 def test_a_longer_proxy_goes_on_from_before_the_rate_fell(payload: dict[str, Any]) -> None:
     search = {"proxy_tokens": [0, 8 * LENGTH, 12 * LENGTH]}
     options = payload["config"]["distill"] | {"decay_share": 0.5}
