@@ -19,7 +19,7 @@ import typer
 from .config import ScoreMethod
 from .configfile import blamed, load_config
 from .console import Printer
-from .errors import ArchsearchError, ConfigError, EnvironmentFault
+from .errors import ArchsearchError, ConfigError, EnvironmentFault, RunFault
 from .rundir import RunDir
 
 INTERRUPTED = 130
@@ -164,8 +164,11 @@ def fidelity(
         plan, printer = plan_fidelity(RunDir(run), options), Printer()
         for line in plan.lines():
             printer.line(line)
-        if not dry_run:
-            run_fidelity(RunDir(run), plan, printer)
+        failures = {} if dry_run else run_fidelity(RunDir(run), plan, printer).failures
+        if failures:
+            raise RunFault(
+                f"{len(failures)} maps failed; fidelity.json has the causes, and the same command tries them again"
+            )
 
 
 @app.command()

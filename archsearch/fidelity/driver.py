@@ -58,8 +58,8 @@ def _in_turns(good: list[Subject], mixed: list[Subject]) -> list[list[Subject]]:
 class Driver:
     """One call of a study: what is left to do, and how long it takes.
 
-    seconds is the estimate of one map, until the first one is measured. deadline is of time.monotonic: no map is begun
-    that would not end before it.
+    seconds is the estimate of one map, until the first one is measured. deadline is of time.monotonic: once one is, no
+    map is begun that would not end before it.
     """
 
     study: Study
@@ -91,7 +91,9 @@ class Driver:
 
     def _fill(self) -> bool:
         while self._todo and len(self._open) < self.executor.capacity:
-            if time.monotonic() + self.seconds > self.deadline:
+            # An estimate is no reason to begin nothing.
+            expected = self.seconds if self.study.runs else 0.0
+            if time.monotonic() + expected > self.deadline:
                 break
             task = self._todo.popleft()
             number = self._total + len(self._retried) - len(self._todo)

@@ -113,6 +113,8 @@ def measure_retention(
         maps = [_with_metrics(kept, known.get(kept.layers)) for kept in maps]
     wanted = [f"{metric_name(kind)}_{figure}" for kind in options.kinds for figure in FIGURES]
     todo = [index for index, kept in enumerate(maps) if not kept.metrics]
+    if todo:
+        say(f"  retention: {len(todo)} maps, {options.prompts} prompts of each kind")
     for start in range(0, len(todo), executor.capacity):
         for index in todo[start : start + executor.capacity]:
             executor.submit(index, _spec(config, run_dir, shape, maps[index], index))
