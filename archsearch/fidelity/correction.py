@@ -11,7 +11,7 @@ from .agreement import Array
 
 PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Ridge penalties to choose from, as multiples of a standardised feature's variance."""
-LEAST_MAPS = 6
+LEAST_MAPS = 10
 
 
 def held_out_predictions(features_NF: Array, target_N: Array) -> Array:
