@@ -90,8 +90,10 @@ def metric_name(kind: str) -> str:
 def is_reserved(label: str) -> bool:
     """Whether metrics named by that label could be taken for those of other prompts."""
     kinds = (*get_args(RetrievalKind), *get_args(GeneralKind))
-    names = {"general", *kinds, *map(metric_name, kinds)}
-    return label in names or label.startswith((UNSEEN, HARNESS, "niah_", *DIVERGENCES))
+    prefixes = (UNSEEN, HARNESS, "niah_")
+    # A group of a file named `niah` could be called as a kind of needles is.
+    names = {"general", *kinds, *map(metric_name, kinds), *(p.removesuffix("_") for p in prefixes)}
+    return label in names or label.startswith((*prefixes, *DIVERGENCES))
 
 
 def is_share(name: str) -> bool:

@@ -15,6 +15,7 @@ from .data.niah import Probe, retrieval_rows
 from .data.pairs_file import read_pairs
 from .data.tasks import GENERAL_KINDS, RETRIEVAL_KINDS, UnknownWords, make_probes
 from .errors import ArchsearchError, ConfigError
+from .evaluation.retrieval import check_names
 from .models.sources import resolve_path
 
 CAPABILITIES = ("retrieval", "general")
@@ -35,9 +36,12 @@ def check_probes(
     _check_retrieval(config, tokenizer, prompts)
     _check_general(config, tokenizer, max_context)
     limit = None if config.probes.beyond_window else max_context
+    answers: list[Probe] = []
     for index, file in enumerate(config.probes.files):
         with naming(f"probes.files[{index}]"):
-            read_answers(resolve_path(file.path), tokenizer, file.name, max_tokens=limit)
+            path = resolve_path(file.path)
+            answers += read_answers(path, tokenizer, file.name, max_tokens=limit)
+    check_names(answers)
     if scoring.pairs_file is not None:
         with naming("scoring.pairs_file"):
             own = _check_pairs(scoring, resolve_path(scoring.pairs_file), tokenizer, max_context)

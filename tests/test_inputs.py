@@ -242,6 +242,20 @@ def test_prompts_of_a_file_that_do_not_serve_are_named(run_config: Path, tmp_pat
         examine(run_config, files)
 
 
+def test_groups_of_files_that_would_share_a_metric_are_refused(
+    run_config: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.jsonl"
+    row = {"prompt": "the number is", "answer": " old"}
+    path.write_text("".join(json.dumps(row | {"kind": kind}) + "\n" for kind in ("x", "y")))
+    files = f"{{name: own, path: {path}}}, {{name: own_%s, path: {path}}}"
+    examine(run_config, f"probes.files=[{files % 'z'}]")
+    with pytest.raises(
+        ConfigError, match=r"^probes\.files: own_x_match would be the metric of two"
+    ):
+        examine(run_config, f"probes.files=[{files % 'x'}]")
+
+
 def test_prompts_of_a_file_are_remembered(run_config: Path, tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text("{}")

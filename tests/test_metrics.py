@@ -51,8 +51,8 @@ def test_what_a_value_is_follows_from_the_name() -> None:
             (name, True)
             for name in ("general", "niah_x", "tracking", "single", "kl", "kl_x", "lm_x")
         ),
-        *((name, True) for name in ("unseen_x", "labels")),
-        *((name, False) for name in ("stations", "labels2", "a_kl")),
+        *((name, True) for name in ("unseen_x", "labels", "niah", "unseen", "lm")),
+        *((name, False) for name in ("stations", "labels2", "a_kl", "niahs")),
     ],
 )
 def test_names_of_files_do_not_hide_other_metrics(name: str, reserved: bool) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..data.niah import Probe, stack
 from ..data.tasks import GENERAL_KINDS
-from ..metrics import metric_name
+from ..errors import ConfigError
+from ..metrics import FIGURES, metric_name
 
 
 @dataclass
@@ -43,7 +44,8 @@ def retrieval(
     the argmax, which is when greedy decoding gives the answer. A kind with prompts of several contexts also has
     `NAME_nll@CONTEXT` and `NAME_match@CONTEXT`, one with several groups `NAME_GROUP_nll` and so on. With general probes
     among them also `general_nll` and `general_match`, the means over their kinds. batch_tokens bounds the tokens of a
-    forward, padding included; a single longer probe still runs alone. The model runs in evaluation mode.
+    forward, padding included; a single longer probe still runs alone. The model runs in evaluation mode. Raises
+    ConfigError as check_names does.
     """
     was_training = model.training
     model.train(False)
@@ -63,6 +65,13 @@ def retrieval(
     return _named({place: tallies[place].metrics() for place in sorted(tallies)})
 
 
+def check_names(probes: Sequence[Probe]) -> None:
+    """Raises ConfigError where two kinds or groups of the probes would give metrics of one name."""
+    places = _places(probes)
+    found = dict.fromkeys(place for probe in probes for place in places(probe))
+    _named(dict.fromkeys(found, dict.fromkeys(FIGURES, 0.0)))
+
+
 class Place(NamedTuple):
     """Whose figures they are: all probes of a kind, or those of one group, of one context, or of both."""
 
@@ -80,7 +89,7 @@ def _places(probes: Sequence[Probe]) -> Callable[[Probe], list[Place]]:
         contexts[probe.kind].add(0 if probe.kind in GENERAL_KINDS else probe.context)
 
     def places(probe: Probe) -> list[Place]:
-        several = len(groups[probe.kind]) > 1
+        several = len(groups[probe.kind]) > 1 and probe.group
         found = [Place(probe.kind), *([Place(probe.kind, probe.group)] if several else [])]
         if len(contexts[probe.kind]) > 1:
             found += [place._replace(context=probe.context) for place in found]
@@ -90,12 +99,18 @@ def _places(probes: Sequence[Probe]) -> Callable[[Probe], list[Place]]:
 
 
 def _named(found: Mapping[Place, Mapping[str, float]]) -> dict[str, float]:
-    """Each place's figures under its name, and the means over the general kinds."""
+    """Each place's figures under its name, and the means over the general kinds. Raises ConfigError as check_names does."""
     named: dict[str, float] = {}
     for place, figures in found.items():
         name = metric_name(place.kind) + (f"_{place.group}" if place.group else "")
         where = f"@{place.context}" if place.context else ""
-        named |= {f"{name}_{key}{where}": value for key, value in figures.items()}
+        own = {f"{name}_{key}{where}": value for key, value in figures.items()}
+        if taken := sorted(own.keys() & named.keys()):
+            raise ConfigError(
+                f"probes.files: {taken[0]} would be the metric of two groups of prompts; allowed: other names of "
+                "files, or other kinds in them"
+            )
+        named |= own
     general = [found[Place(kind)] for kind in GENERAL_KINDS if Place(kind) in found]
     if general:
         named |= {f"general_{key}": fmean(row[key] for row in general) for key in general[0]}

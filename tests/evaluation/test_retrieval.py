@@ -10,7 +10,8 @@ import torch
 
 from archsearch.config import ProbeConfig
 from archsearch.data.niah import Probe
-from archsearch.evaluation.retrieval import batches, retrieval
+from archsearch.errors import ConfigError
+from archsearch.evaluation.retrieval import batches, check_names, retrieval
 from archsearch.models.teacher import Teacher
 from archsearch.search.records import prompt_metrics
 from tests.random_models import random_probes, random_teacher
@@ -159,6 +160,32 @@ def test_a_context_or_group_alone_goes_without_a_name() -> None:
     probes = [replace(probe, group="multikey2") for probe in random_probes(2, kind="stations")]
     found = retrieval(random_teacher().model, probes)
     assert set(found) == {"stations_nll", "stations_match"}
+
+
+def test_prompts_without_a_group_count_once() -> None:
+    teacher = random_teacher()
+    probes = [
+        replace(probe, group=group)
+        for index, group in enumerate(("", "a"))
+        for probe in random_probes(1, kind="stations", seed=index)
+    ]
+    probes[0] = replace(probes[0], answer=greedy(teacher, probes[0].prompt, 3))
+    found = retrieval(teacher.model, probes)
+    assert set(found) == {f"{n}_{f}" for n in ("stations", "stations_a") for f in ("nll", "match")}
+    assert (found["stations_match"], found["stations_a_match"]) == (1 / 2, 0)
+
+
+def test_groups_do_not_overwrite_the_figures_of_other_prompts() -> None:
+    probes = [
+        replace(probe, group=group)
+        for kind, group in (("a", "b"), ("a", "c"), ("a_b", ""))
+        for probe in random_probes(1, kind=kind)
+    ]
+    message = r"^probes\.files: a_b_match would be the metric of two groups of prompts; allowed"
+    for ask in (check_names, lambda found: retrieval(random_teacher().model, found)):
+        with pytest.raises(ConfigError, match=message):
+            ask(probes)
+        ask(probes[1:])
 
 
 def test_general_prompts_have_no_contexts() -> None:
