@@ -9,12 +9,13 @@ from typing import Any
 from .config import RetentionConfig, RunConfig, ScoreMethod
 from .console import Printer
 from .errors import RunFault
+from .ignored import ignored_options
 from .inputs import scored_inputs
 from .memory import MemoryWatch
 from .models.kernels import kernel_faults, use_kernels
 from .models.teacher import inspect_teacher
 from .plan import STAGES, Plan, make_plan, scored_methods
-from .preflight import check_config, check_machine, check_memory, ignored_options
+from .preflight import check_config, check_machine, check_memory
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
 from .search.seeds import ScoreTables, read_scores, top_heads

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
 import psutil
 import torch
 
-from .config import (
-    ExecutionConfig,
-    GeneralKind,
-    ProbeConfig,
-    RetrievalKind,
-    RunConfig,
-    ScoreMethod,
-    ScoringConfig,
-)
+from .config import ExecutionConfig, GeneralKind, ProbeConfig, RetrievalKind, RunConfig
 from .errors import ArchsearchError, ConfigError, EnvironmentFault
 from .evaluation.harness import check_harness_package
 from .footprint import TRAIN
+from .ignored import has_haystacks
 from .inputs import check_inputs, check_teacher_files
 from .metrics import DIVERGENCES, HARNESS, UNSEEN
 from .models.kernels import check_kernels
 from .models.teacher import TeacherInfo, pick_device, resolve_path
-from .plan import Plan, scored_methods, texts, training_rows
+from .plan import Plan, texts, training_rows
 from .report.records import bytes_text
 from .search.records import measured_metrics, prompt_metrics
-from .search.seeds import DRAWN
 from .search.space import check_constraints
 
 
@@ -41,7 +32,7 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
     for a backend that this machine can't run.
     """
     lengths = {"data.sequence_length": config.data.sequence_length}
-    if _has_haystacks(config.probes) and not config.probes.beyond_window:
+    if has_haystacks(config.probes) and not config.probes.beyond_window:
         lengths["probes.contexts"] = max(config.probes.contexts)
     if config.scoring.retrieval:
         lengths["scoring.contexts"] = max(config.scoring.contexts)
@@ -103,68 +94,6 @@ def _needed_for(metric: str) -> str:
         return "its name among probes.files"
     also = f" and {context} among several probes.contexts" if context else ""
     return f"{needed} among probes.{place}{also}"
-
-
-def _has_haystacks(probes: ProbeConfig) -> bool:
-    return bool({*probes.kinds, *probes.unseen} & set(get_args(RetrievalKind)))
-
-
-def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None = None) -> list[str]:
-    """What the config sets and another of its options leaves without effect, a sentence each.
-
-    methods are the scores to compute; those of a whole run where they are None.
-    """
-    found = []
-    uses = {"path": "file", "name": "datasets", "split": "datasets", "temperature": "teacher"}
-    for part, text in texts(config.data).items():
-        found += [
-            f"data.{part}.{key} is ignored: data.{part}.source is {text.source}, not {source}"
-            for key, source in uses.items()
-            if key in text.model_fields_set and text.source != source
-        ]
-    execution = config.execution
-    if execution.executor == "serial" and (
-        execution.workers > 1 or execution.gpus_per_worker or execution.threads_per_worker
-    ):
-        found.append("execution: the serial executor runs one worker in this process as it is")
-    if config.supernet.source != TRAIN and config.supernet.rank:
-        found.append("supernet.rank is ignored: the supernet is loaded as it is stored")
-    found += _ignored_scoring(
-        config.scoring, scored_methods(config) if methods is None else methods
-    )
-    if "contexts" in config.probes.model_fields_set and not _has_haystacks(config.probes):
-        found.append("probes.contexts is ignored: probes.kinds has no retrieval prompts")
-    if "niah_text_share" in config.data.model_fields_set and not config.data.niah_share:
-        found.append("data.niah_text_share is ignored: data.niah_share is 0")
-    if len(config.harness.model_fields_set) and not config.harness.tasks:
-        found.append("harness is ignored: harness.tasks is empty")
-    seeds = config.search.seeds
-    if "random_maps" in seeds.model_fields_set and not {*DRAWN} & {*seeds.methods}:
-        found.append("search.seeds.random_maps is ignored: search.seeds.methods has no random")
-    return found
-
-
-def _ignored_scoring(scoring: ScoringConfig, methods: Collection[ScoreMethod]) -> list[str]:
-    reasons = (
-        (("contexts",), not scoring.retrieval, "scoring.retrieval is empty"),
-        (
-            ("pairs", "max_draws"),
-            not (scoring.retrieval or scoring.general),
-            "scoring.retrieval and scoring.general are empty",
-        ),
-        (
-            ("receiver_share", "sender_rounds"),
-            not scoring.sender_pairs,
-            "scoring.sender_pairs is 0",
-        ),
-        (("gate_steps",), "duo_gates" not in methods, "duo_gates is not among the scores"),
-    )
-    return [
-        f"scoring.{name} is ignored: {reason}"
-        for names, holds, reason in reasons
-        for name in names
-        if holds and name in scoring.model_fields_set
-    ]
 
 
 def check_machine(config: RunConfig, *, searches: bool = True) -> None:

@@ -10,7 +10,7 @@ from archsearch.config import RunConfig
 from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.headmap import ModelShape
 from archsearch.models.teacher import TeacherInfo
-from archsearch.preflight import check_config, check_machine, ignored_options
+from archsearch.preflight import check_config, check_machine
 
 INFO = TeacherInfo(
     shape=ModelShape("qwen3", 6, 8, 4, 32),
@@ -179,58 +179,3 @@ def test_contexts_that_nothing_reads_may_be_beyond_the_teacher() -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(config, INFO)
     assert "4096" not in str(caught.value)
-    assert ignored_options(config) == [
-        "scoring.contexts is ignored: scoring.retrieval is empty",
-        "probes.contexts is ignored: probes.kinds has no retrieval prompts",
-    ]
-
-
-OWN = {"retrieval": [], "general": [], "pairs_file": "own.jsonl"}
-
-
-@pytest.mark.parametrize(
-    ("sections", "field"),
-    [
-        ({"data": {"train": {"path": "a.txt"}}}, "data.train.path is ignored"),
-        ({"data": {"heldout": {"temperature": 0.5, "source": "file", "path": "a"}}}, "temperature"),
-        ({"execution": {"executor": "serial", "workers": 2}}, "execution: the serial executor"),
-        ({"supernet": {"source": SHIPPED, "rank": 8}}, "supernet.rank is ignored"),
-        ({"harness": {"limit": 3}}, "harness is ignored: harness.tasks is empty"),
-        ({"data": {"niah_share": 0, "niah_text_share": 0.5}}, "data.niah_text_share is ignored"),
-        (
-            {"data": {"extra_heldout": [{"label": "a", "source": "docstrings", "path": "x"}]}},
-            "data.extra_heldout[0].path is ignored: data.extra_heldout[0].source is docstrings",
-        ),
-        ({"scoring": {"sender_pairs": 0, "sender_rounds": 2}}, "scoring.sender_rounds is ignored"),
-        ({"scoring": {"sender_pairs": 0, "receiver_share": 0.1}}, "scoring.receiver_share is"),
-        ({"scoring": {"gate_steps": 9}}, "scoring.gate_steps is ignored: duo_gates is not among"),
-        ({"scoring": OWN | {"pairs": 9}}, "scoring.pairs is ignored"),
-        ({"scoring": OWN | {"max_draws": 9}}, "scoring.max_draws is ignored"),
-        (
-            {"search": {"seeds": {"methods": ["causal"], "random_maps": 3}}},
-            "search.seeds.random_maps is ignored: search.seeds.methods has no random",
-        ),
-    ],
-)
-def test_options_without_effect_are_named(sections: dict[str, Any], field: str) -> None:
-    (found,) = ignored_options(config_with(**sections))
-    assert field in found
-
-
-def test_nothing_is_named_where_every_option_counts() -> None:
-    data = {"train": {"source": "file", "path": "a.txt"}, "heldout": {"temperature": 0.5}}
-    scoring = {"methods": ["duo_gates"], "gate_steps": 9, "sender_rounds": 2, "max_draws": 2}
-    config = config_with(
-        data=data,
-        supernet={"rank": 8},
-        execution={"workers": 2},
-        scoring=scoring | {"receiver_share": 0.1, "pairs": 5},
-        search={"seeds": {"random_maps": 3}},
-    )
-    assert ignored_options(config) == []
-
-
-def test_options_of_a_score_count_where_it_is_asked_for_alone() -> None:
-    config = config_with(scoring={"gate_steps": 9})
-    assert ignored_options(config, ["duo_gates"]) == []
-    assert len(ignored_options(config, ["causal"])) == 1

@@ -1,0 +1,130 @@
+"""What a config sets and another of its options leaves without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import get_args
+
+from .config import FullConfig, ProbeConfig, RetrievalKind, RunConfig, ScoreMethod, Section
+from .footprint import TRAIN
+from .plan import scored_methods, texts
+from .search.seeds import DRAWN
+
+Row = tuple[tuple[str, ...], bool, str]
+"""Fields or whole sections by their paths, whether they are ignored, and why."""
+
+
+def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None = None) -> list[str]:
+    """A sentence on each field or section that the config sets without effect.
+
+    methods are the scores to compute; those of a whole run where they are None.
+    """
+    found = []
+    execution = config.execution
+    if execution.executor == "serial" and (
+        execution.workers > 1 or execution.gpus_per_worker or execution.threads_per_worker
+    ):
+        found.append("execution: the serial executor runs one worker in this process as it is")
+    methods = scored_methods(config) if methods is None else methods
+    named: list[str] = []
+    for paths, holds, reason in [
+        *_scoring_rows(config, methods),
+        *_text_rows(config),
+        *_training_rows(config),
+    ]:
+        for path in paths if holds else ():
+            # What lies in a section that is ignored as a whole is not named again.
+            if _is_set(config, path) and not any(f"{path}.".startswith(f"{n}.") for n in named):
+                named.append(path)
+                found.append(f"{path} is ignored: {reason}")
+    return [*_ignored_sources(config), *found]
+
+
+def has_haystacks(probes: ProbeConfig) -> bool:
+    """Whether any prompt has a length to choose."""
+    return bool({*probes.kinds, *probes.unseen} & set(get_args(RetrievalKind)))
+
+
+def _ignored_sources(config: RunConfig) -> Iterator[str]:
+    uses = {"path": "file", "name": "datasets", "split": "datasets", "temperature": "teacher"}
+    for part, text in texts(config.data).items():
+        for key, source in uses.items():
+            if key in text.model_fields_set and text.source != source:
+                yield f"data.{part}.{key} is ignored: data.{part}.source is {text.source}, not {source}"
+
+
+def _text_rows(config: RunConfig) -> Iterator[Row]:
+    data = config.data
+    drawn = "data.train.source is teacher: sequences that share text are always left out"
+    yield ("data.overlap",), data.train.source == "teacher", drawn
+    yield ("data.niah_text_share",), not data.niah_share, "data.niah_share is 0"
+    no_haystacks = not has_haystacks(config.probes)
+    yield ("probes.contexts",), no_haystacks, "probes.kinds has no retrieval prompts"
+    yield ("harness",), not config.harness.tasks, "harness.tasks is empty"
+
+
+def _scoring_rows(config: RunConfig, methods: Collection[ScoreMethod]) -> Iterator[Row]:
+    scoring, seeds = config.scoring, config.search.seeds
+    yield ("scoring.contexts",), not scoring.retrieval, "scoring.retrieval is empty"
+    yield (
+        ("scoring.pairs", "scoring.max_draws"),
+        not (scoring.retrieval or scoring.general),
+        "scoring.retrieval and scoring.general are empty",
+    )
+    yield (
+        ("scoring.receiver_share", "scoring.sender_rounds"),
+        not scoring.sender_pairs,
+        "scoring.sender_pairs is 0",
+    )
+    no_gates = "duo_gates is not among the scores"
+    yield ("scoring.gate_steps",), "duo_gates" not in methods, no_gates
+    yield (
+        ("search.seeds.random_maps",),
+        not {*DRAWN} & {*seeds.methods},
+        "search.seeds.methods has no random",
+    )
+
+
+def _training_rows(config: RunConfig) -> Iterator[Row]:
+    supernet, distill, full = config.supernet, config.distill, config.student.full
+    yield (
+        tuple(f"supernet.{name}" for name in ("rank", "init", "stop_below", "stop_gain", "replay")),
+        supernet.source != TRAIN,
+        "the supernet is loaded as it is stored",
+    )
+    unfitted = supernet.init.bias == "fitted" and not supernet.gdn.bias
+    yield ("supernet.init.bias",), unfitted, "supernet.gdn.bias is false"
+    yield (
+        (*(f"student.full.{name}" for name in FullConfig.model_fields), "distill"),
+        not max(config.search.proxy_tokens),
+        "no candidate is distilled with search.proxy_tokens [0]; archsearch fidelity alone reads it",
+    )
+    yield (
+        ("student.full.rope_fade", "student.full.rope_fade_tokens"),
+        full.rope,
+        "student.full.rope is true",
+    )
+    forms = ("log_scale_form", "log_scale_tokens", "log_scale_training")
+    scaled = "student.full.log_scale is false"
+    yield tuple(f"student.full.{name}" for name in forms), not full.log_scale, scaled
+    kept = f"distill.teacher_logits is {distill.teacher_logits}"
+    yield ("distill.top_k",), distill.teacher_logits != "topk", f"{kept}, not topk"
+    yield ("distill.cache_gib",), distill.teacher_logits == "exact", f"{kept}: nothing is kept"
+    yield (
+        ("search.retention",),
+        not config.search.retention.prompts,
+        "search.retention.prompts is 0",
+    )
+    yield ("long_context",), True, "no command reads it, only scripts of archsearch.lab"
+
+
+def _is_set(section: Section, path: str) -> bool:
+    """Whether the user asks for something there: a switch or a zero that is the default anyway asks for nothing."""
+    name, _, rest = path.partition(".")
+    if name not in section.model_fields_set:
+        return False
+    value = getattr(section, name)
+    if isinstance(value, Section):
+        return any(_is_set(value, part) for part in ([rest] if rest else value.model_fields_set))
+    is_nothing = isinstance(value, bool) or not value
+    return not (is_nothing and value == type(section).model_fields[name].default)
