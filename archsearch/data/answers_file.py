@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,8 +17,10 @@ from .niah import Probe
 from .prompts import encode
 
 REQUIRED = ("prompt", "answer")
-OPTIONAL = ("kind", "keys", "tokens")
-"""kind and keys tell groups of prompts apart; tokens, the length of a prompt, is not read: tokenizers differ."""
+GROUPING = {"kind": (str, "a string"), "keys": (int, "an integer")}
+"""The fields that tell groups of prompts apart, with their type, also in words."""
+OPTIONAL = (*GROUPING, "tokens")
+"""tokens, the length of a prompt, is not read: tokenizers differ."""
 
 
 def read_answers(
@@ -46,7 +50,8 @@ def read_answers(
                 f"1 to {max_tokens} together, or more with probes.beyond_window: true"
             )
         context = 1 << (len(whole) - 1).bit_length()
-        group = f"{fields.get('kind', '')}{fields.get('keys', '')}"
+        parts = (fields.get(name) for name in GROUPING)
+        group = "".join(str(part) for part in parts if part is not None)
         probes.append(Probe(name, context, tuple(prompt), tuple(answer), (), (), group))
     if not probes:
         raise ConfigError(f"{path}: holds no prompts; allowed: a line of JSON for each")
@@ -63,7 +68,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                     yield f"{path}:{number}", line
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
 
 
@@ -83,4 +88,8 @@ def _fields(line: str, where: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{where}: field {name} is no text; allowed: a string that is not blank"
             )
+    for name, (kind, words) in GROUPING.items():
+        # JSON's true is an int to Python; null is as good as nothing.
+        if type(data.get(name)) not in (kind, NoneType):
+            raise ConfigError(f"{where}: field {name} is {data[name]!r}; allowed: {words}")
     return data

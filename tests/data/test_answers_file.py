@@ -30,7 +30,8 @@ def write(path: Path, *lines: Any) -> Path:
 def test_prompt_and_answer_become_tokens(tmp_path: Path, name: str) -> None:
     long = LINE | {"prompt": "x" * 40 + " is", "kind": "multikey", "keys": 4, "tokens": 9}
     tokenizer = byte_tokenizer()
-    one, two = read_answers(write(tmp_path / name, LINE, "", long), tokenizer, "codes")
+    plain = LINE | {"kind": None, "keys": None}
+    one, two = read_answers(write(tmp_path / name, plain, "", long), tokenizer, "codes")
     assert tokenizer.decode(one.prompt) == LINE["prompt"]
     assert tokenizer.decode(one.answer) == " 7"
     assert (one.kind, one.group, one.context) == ("codes", "", 32)
@@ -55,6 +56,11 @@ def test_a_context_is_the_power_of_two_that_holds_the_tokens(
         ({"prompt": "a"}, ":2: field answer is no text; allowed"),
         (LINE | {"answer": 7}, ":2: field answer is no text; allowed"),
         (LINE | {"prompt": "  "}, ":2: field prompt is no text; allowed"),
+        (LINE | {"kind": ["a"]}, r":2: field kind is \['a'\]; allowed: a string"),
+        (LINE | {"kind": 4}, ":2: field kind is 4; allowed: a string"),
+        (LINE | {"keys": "4"}, ":2: field keys is '4'; allowed: an integer"),
+        (LINE | {"keys": 4.0}, ":2: field keys is 4.0; allowed: an integer"),
+        (LINE | {"keys": True}, ":2: field keys is True; allowed: an integer"),
         (LINE | {"anwser": "7"}, ":2: field anwser is unknown; allowed: prompt, answer, kind"),
         (
             LINE | {"prompt": "a" * 60},
@@ -76,6 +82,12 @@ def test_a_file_that_does_not_serve_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read"):
         read_answers(tmp_path / "a.jsonl.gz", byte_tokenizer(), "codes")
+    packed = bytearray(write(tmp_path / "a.jsonl.gz", LINE).read_bytes())
+    packed[10:14] = b"\xff" * 4
+    for damaged in (packed, packed[:12]):
+        (tmp_path / "a.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read"):
+            read_answers(tmp_path / "a.jsonl.gz", byte_tokenizer(), "codes")
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"b\.jsonl: not UTF-8"):
         read_answers(tmp_path / "b.jsonl", byte_tokenizer(), "codes")
