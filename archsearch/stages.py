@@ -32,7 +32,13 @@ from .scoring.pairs import draw_pairs
 from .scoring.similarity import Similarity, measure_similarity
 from .search.driver import SearchOutcome, needed_scores, run_search
 from .search.seeds import read_scores
-from .search.trial import HELDOUT_FILE, RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
+from .search.trial import (
+    HELDOUT_FILE,
+    RETRIEVAL_FILE,
+    SUPERNET_FILE,
+    TEACHER_LOGITS,
+    TRAIN_FILE,
+)
 from .texts import write_texts
 from .timings import record_method
 from .training.align import align
@@ -306,11 +312,13 @@ def _score_tokens(context: RunContext) -> torch.Tensor:
 
 
 def _search(context: RunContext, progress: StageProgress) -> str:
+    """Writes what run_search does. An interrupted search keeps what candidates share, a finished one has no use for it."""
     config, run_dir = context.config, context.run_dir
     context.release()
     tables = read_scores(run_dir, needed_scores(config.search))
     shape = inspect_teacher(config.teacher).shape
     context.outcome = run_search(config, run_dir, shape, tables, progress, say=progress.line)
+    shutil.rmtree(run_dir / TEACHER_LOGITS, ignore_errors=True)
     return context.outcome.summary
 
 

@@ -25,7 +25,7 @@ from ..data.answers_file import read_answers
 from ..data.corpora import Packed, packed_batches, training_batches
 from ..data.niah import Probe, retrieval_rows
 from ..data.tasks import RETRIEVAL_KINDS, make_probes
-from ..errors import EnvironmentFault
+from ..errors import ConfigError, EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.harness import open_harness
 from ..evaluation.retrieval import retrieval
@@ -50,7 +50,8 @@ STARTS_FILE = "train_starts.npy"
 """Where documents begin in TRAIN_FILE, if its source has documents."""
 SUPERNET_FILE = "supernet.safetensors"
 TEACHER_LOGITS = "teacher_logits"
-"""Folder of what candidates share of the teacher's answers, beyond distill.cache_gib; made again where it is missing."""
+"""Folder of what candidates share of the teacher's answers, beyond distill.cache_gib, until the search is done;
+made again where it is missing."""
 
 PROBE_SEED = 7_000_003
 """Offset of the evaluation probes' seed from the run's, so that scores and trials use other prompts."""
@@ -152,8 +153,10 @@ class TrialWorker:
             student = None  # type: ignore[assignment]
             self.free_memory()
         metrics |= analytic_costs(head_map, self.config.cost)
-        missing = set(spec.metrics) - set(metrics)
-        assert not missing, f"no such metrics: {sorted(missing)}"
+        if missing := sorted(set(spec.metrics) - set(metrics)):
+            raise ConfigError(
+                f"search: {', '.join(missing)} is no metric that a trial has; allowed: {', '.join(sorted(metrics))}"
+            )
         return metrics, tokens
 
     def cut(self, head_map: HeadMap, *, trains: bool) -> HydraHeadForCausalLM:
