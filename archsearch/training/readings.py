@@ -63,13 +63,15 @@ def distill_with_readings(
     checkpoint: Path | None = None,
     save_seconds: float = SAVE_SECONDS,
     before_step: StepHook | None = None,
+    about: str = "",
     progress: Progress = ignore_progress,
 ) -> list[Reading]:
     """Trains student in place and measures decayed copies of it at ascending token counts; 0 is before the first step.
 
     The student ends as the trunk was at the last fork. Where checkpoint exists, all goes on from it: readings that
     it holds are not made again, and longer ones may be added. logits is what several students share. before_step
-    sees the steps of the longest reading. progress counts the trunk's steps.
+    sees the steps of the longest reading. about says what else the run depends on, as before_step does; a checkpoint
+    holds it. progress counts the trunk's steps.
     Raises ValueError where readings do not ascend or config.decay_share leaves no trunk, ConfigError where the
     checkpoint belongs to other settings or is past a reading that it does not hold, NonFiniteLoss.
     """
@@ -83,7 +85,8 @@ def distill_with_readings(
         steps = [_steps(tokens, batch.numel()) for tokens in readings]
         first = next((count for count in steps if count), 1)
         warmup = min(config.warmup_steps, first // 2)
-        identity = _identity(student, teacher, state, config, batch, warmup)
+        data = (batch, ids_of(next(batches(first - 1))))
+        identity = _identity(student, teacher, state, config, data, warmup, about)
         run = _Trunk(student, state, loss, batches, checkpoint, identity, before_step)
         run.resume()
         run.last, run.progress = steps[-1], progress
@@ -196,20 +199,27 @@ def _identity(
     teacher: Teacher,
     state: TrainingState,
     config: DistillConfig,
-    batch_BT: Tensor,
+    data: Sequence[Tensor],
     warmup: int,
+    about: str,
 ) -> str:
-    """What a checkpoint depends on; the first batch stands for the data, some numbers of each parameter for the start."""
-    digest = hashlib.blake2b(batch_BT.numpy().tobytes(), digest_size=8)
+    """What a checkpoint depends on. The first batch and the first reading's last one stand for the data, some numbers of
+    each parameter for the start."""
+    digest = hashlib.blake2b(digest_size=8)
+    for batch_BT in data:
+        digest.update(batch_BT.numpy().tobytes())
     for parameter in state.parameters.values():
         flat = parameter.detach().flatten()
         picked = flat[:: max(1, len(flat) // SAMPLE)].to("cpu", torch.float32)
         digest.update(picked.numpy().tobytes())
+    fa = student.config.fa or {}
     settings = config.model_dump(exclude={"cache_gib", "checkpointing", "replay", "warmup_steps"})
     facts = {
         "teacher": teacher.fingerprint,
         "head_map": student.config.head_map,
-        "batch": list(batch_BT.shape),
+        "full": {name: x for name, x in fa.items() if name != "rope_share"},
+        "about": about,
+        "batch": list(data[0].shape),
         "warmup_steps": warmup,
         "start": digest.hexdigest(),
         **settings,

@@ -156,6 +156,34 @@ def test_a_checkpoint_of_another_start_is_refused(
         read(teacher, batches, Notebook(), student=other, **options)
 
 
+def test_a_checkpoint_of_another_student_or_other_data_is_refused(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    path = tmp_path / "trunk.safetensors"
+    read(teacher, batches, Notebook(), readings=LENGTHS[:2], checkpoint=path, about="one")
+    with pytest.raises(ConfigError, match="other settings"):
+        read(teacher, batches, Notebook(), checkpoint=path, about="another")
+
+    def later_differ(step: int) -> Iterator[Tensor]:
+        return (ids.flip(0) if step + n else ids for n, ids in enumerate(batches(step)))
+
+    with pytest.raises(ConfigError, match="other settings"):
+        read(teacher, later_differ, Notebook(), checkpoint=path, about="one")
+    student = student_of(teacher)
+    student.config.fa = {**student.config.fa, "log_scale": True}
+    with pytest.raises(ConfigError, match="other settings"):
+        distill_with_readings(
+            student,
+            teacher,
+            batches,
+            measure=Notebook(),
+            readings=LENGTHS,
+            config=CONFIG,
+            checkpoint=path,
+            about="one",
+        )
+
+
 def test_what_changes_with_the_steps_goes_back_with_the_trunk(
     teacher: Teacher, batches: BatchSource
 ) -> None:
