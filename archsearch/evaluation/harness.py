@@ -96,20 +96,33 @@ def check_tasks(config: HarnessConfig, wanted: Mapping[str, str]) -> None:
     manager = _task_manager(config)
     with _quiet(), _running(config):
         loaded = manager.load(list(config.tasks))
-    # A group's figures are sums over its tasks, which its file names anew.
-    known = {name for task, found in loaded["tasks"].items() for name in _figures(task, found)}
+    known = {_metric(name, key) for name, found in loaded["tasks"].items() for key in _keys(found)}
+    known |= {
+        _metric(name, key) for name, group in loaded["groups"].items() for key in _group_keys(group)
+    }
     for field, metric in wanted.items():
-        if metric.startswith(HARNESS) and metric not in known and not loaded["groups"]:
+        if metric.startswith(HARNESS) and metric not in known:
             raise ConfigError(
                 f"{field}: {metric} is no figure of the tasks; allowed: {', '.join(sorted(known))}"
             )
 
 
-def _figures(task: str, found: Any) -> Iterator[str]:
-    filters = [one.name for one in getattr(found, "_filters", ())] or ["none"]
-    for metric in found.aggregation():
+def _keys(task: Any) -> Iterator[str]:
+    """What lm-eval calls the figures of a task."""
+    filters = [one.name for one in getattr(task, "_filters", ())] or ["none"]
+    for metric in task.aggregation():
         for name in filters:
-            yield _metric(task, f"{metric},{name}")
+            yield f"{metric},{name}"
+
+
+def _group_keys(group: Any) -> Iterator[str]:
+    """The same of a group: means over those of its tasks that its file asks for."""
+    keys = {key for task in group.get_all_tasks() for key in _keys(task)}
+    for wanted in group.aggregate_metric_list or ():
+        for key in sorted(keys):
+            metric, _, name = key.partition(",")
+            if metric == wanted.metric and name in (wanted.filter_list or [name]):
+                yield key
 
 
 def _metric(task: str, key: str) -> str:

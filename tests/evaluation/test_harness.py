@@ -123,6 +123,36 @@ def test_metrics_that_the_search_wants_are_looked_for(tasks: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("aggregated", "figures"),
+    [
+        (None, set()),
+        ([{"metric": "acc"}], {"lm_both_acc"}),
+        (
+            [{"metric": "acc"}, {"metric": "exact_match"}],
+            {"lm_both_acc", "lm_both_exact_match_all"},
+        ),
+        ([{"metric": "acc"}, {"metric": "exact_match", "filter_list": "none"}], {"lm_both_acc"}),
+    ],
+)
+def test_metrics_of_groups_are_looked_for_too(
+    tasks: Path, aggregated: list[dict[str, str]] | None, figures: set[str]
+) -> None:
+    own = {} if aggregated is None else {"aggregate_metric_list": aggregated}
+    group = {"group": "both", "task": ["sums", "says"], **own}
+    (tasks / "both.yaml").write_text(yaml.safe_dump(group))
+    measured, teacher = harness(tasks, "both", limit=2)
+    known = {"lm_sums_acc", "lm_says_exact_match_all", *figures}
+    assert set(measured.measure(teacher.model)) == known
+    check_tasks(measured.config, {name: name for name in known})
+    for other in ("lm_both_nonsense", "lm_sums_nonsense", "lm_both_exact_match"):
+        with pytest.raises(ConfigError) as caught:
+            check_tasks(measured.config, {"search.objectives[0].metric": other})
+        assert str(caught.value) == (
+            f"search.objectives[0].metric: {other} is no figure of the tasks; allowed: {', '.join(sorted(known))}"
+        )
+
+
 def test_tasks_and_folders_that_are_not_there_are_named(tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"harness\.tasks: lm-eval has no task 'summms'; did you"):
         harness(tasks, "sums", "summms")

@@ -19,7 +19,7 @@ from archsearch.attention.positions import set_rope_share
 from archsearch.config import GdnConfig, RunConfig
 from archsearch.cost import cache_bytes
 from archsearch.data.niah import retrieval_rows
-from archsearch.errors import EnvironmentFault
+from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.evaluation.divergence import divergence
 from archsearch.headmap import HeadMap, ModelShape, Operator
 from archsearch.models.cut import cut
@@ -409,6 +409,14 @@ def test_tasks_of_the_harness_become_metrics(
     monkeypatch.setattr(trial, "open_harness", lambda config, teacher: Fake())
     metrics = metrics_of(TrialWorker(payload)(spec_of("FFGG", "GGFG", metrics=("lm_sums_acc",))))
     assert metrics["lm_sums_acc"] == 2.0
+
+
+def test_a_metric_that_no_trial_has_is_named(worker: TrialWorker) -> None:
+    message = (
+        r"^search: lm_sums_acc is no metric that a trial has; allowed: cache_bytes, fa_share, kl"
+    )
+    with pytest.raises(ConfigError, match=message):
+        worker(spec_of("FFGG", "GGFG", metrics=("kl", "lm_sums_acc")))
 
 
 def test_a_missing_extra_text_is_named(payload: dict[str, Any]) -> None:
