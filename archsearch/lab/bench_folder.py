@@ -117,7 +117,7 @@ class BenchFolder:
     def _freeze_texts(self) -> None:
         """Writes down what text the folder is for. Raises ConfigError where that was another."""
         data = self._config.data.model_dump(mode="json")
-        wanted = {"data": data, "seed": self._config.seed, "run": str(self._run.path)}
+        wanted = {"data": data, "seed": self._config.seed}
         if not (self.dir / TEXTS_FILE).exists():
             self.dir.write_json(TEXTS_FILE, wanted)
         found = differences(self.dir.read_json(TEXTS_FILE), wanted)
@@ -189,7 +189,9 @@ class BenchFolder:
     def _link(self, name: str) -> None:
         source, target = self._run / name, self.dir / name
         if source.exists() and not target.exists():
-            os.symlink(source, target)
+            # A link may point to where the run was before both were moved.
+            target.unlink(missing_ok=True)
+            os.symlink(os.path.relpath(source, target.parent), target)
 
     def _write(self, name: str, array: NDArray[Any]) -> None:
         with self.dir.replacing(name) as path, path.open("wb") as file:

@@ -2,8 +2,9 @@
 
     python -m archsearch.lab.selector_table RUN [RUN ...] --figures runs/lab/smollm2_front.json
 
-Every selector's map is read at its own share; of random seeds the best counts. "search" is the best map of the same
-rung that no seed supplied, at no more full-attention heads; "front" is the same with the seeds among them.
+Columns are seed methods (--columns), "search" and "front". Every selector's map is read at its own share; of random seeds the best
+counts. "search" is the best map of the same rung that no seed supplied, at no more full-attention heads; "front" is the same
+with the seeds among them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
+from ..config import SeedMethod
 from ..report.records import Candidate, Rung, bytes_text
 from ..report.summary import read_summary
 from ..rundir import RunDir
@@ -20,7 +23,8 @@ from ..search.study import head_map_text
 from .records import LabBook
 
 SHARES = (0.5, 0.25, 0.125)
-COLUMNS = ("even_layers", "random", "causal", "replacement_kl", "search", "front")
+FOUND = ("search", "front")
+COLUMNS = ("even_layers", "random", "causal", "replacement_kl", *FOUND)
 SLACK = 0.02
 """A selector's share is rounded to whole heads or layers; so far it may be from the nominal one."""
 
@@ -35,7 +39,7 @@ def best(candidates: Iterable[Candidate], metric: str) -> Candidate | None:
 def column(rung: Rung, name: str, share: float, metric: str) -> Candidate | None:
     """The candidate of one column of the table, or None where the rung has none."""
     found = [c for c in rung.candidates if c.group != "random" and metric in c.metrics]
-    if name in ("search", "front"):
+    if name in FOUND:
         pool = [c for c in found if name == "front" or c.group == "search"]
         return best((c for c in pool if c.metrics["fa_share"] <= share + SLACK), metric)
     of_method = [c for c in found if name in (c.method, *c.also)]
@@ -47,6 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--metric", default="kl")
+    parser.add_argument(
+        "--columns", nargs="+", choices=(*get_args(SeedMethod), *FOUND), default=COLUMNS
+    )
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--machine", help="where the runs ran, if not here")
     parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
@@ -57,8 +65,8 @@ def main() -> None:
         summary = read_summary(RunDir(path))
         seed = int(summary.config["seed"])
         for rung in summary.rungs:
-            for share in SHARES:
-                cells = {name: column(rung, name, share, args.metric) for name in COLUMNS}
+            for share in args.shares:
+                cells = {name: column(rung, name, share, args.metric) for name in args.columns}
                 rows.append((seed, rung.proxy_tokens, share, cells))
             for name, value in rung.hypervolume.items():
                 text = f"hypervolume, {name}, {rung.proxy_tokens} proxy tokens, run seed {seed}"
@@ -68,10 +76,10 @@ def main() -> None:
             book.add(text, stage["seconds"], "s", peak_bytes=stage["peak_bytes"])
     _record(book, rows, args.metric)
     book.write(args.figures)
-    print(f"| run seed | proxy tokens | FA share | {' | '.join(COLUMNS)} |")
-    print("|" + "---|" * (3 + len(COLUMNS)))
+    print(f"| run seed | proxy tokens | FA share | {' | '.join(args.columns)} |")
+    print("|" + "---|" * (3 + len(args.columns)))
     for seed, tokens, share, cells in rows:
-        shown = [_cell(cells[name], args.metric) for name in COLUMNS]
+        shown = [_cell(cell, args.metric) for cell in cells.values()]
         print(f"| {seed} | {tokens:,} | {share} | {' | '.join(shown)} |")
 
 

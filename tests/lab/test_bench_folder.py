@@ -27,6 +27,22 @@ def test_what_the_run_has_is_linked(scored_run: Path) -> None:
     assert folder.epochs(4608) == pytest.approx(1.0)
 
 
+def test_a_run_may_be_moved_with_its_folder(scored_run: Path) -> None:
+    folder = folder_of(scored_run, "run/bench")
+    folder.prepare()
+    moved = scored_run.rename(scored_run.with_name("moved"))
+    there = folder_of(moved, "moved/bench")
+    assert there.prepare() == 0
+    assert there.settings() == folder_of(moved, "moved/bench").settings()
+    assert (there.dir / "train.npy").resolve() == (moved / "train.npy").resolve()
+    alone = folder_of(moved, "alone")
+    alone.prepare()
+    (alone.dir / "train.npy").unlink()
+    (alone.dir / "train.npy").symlink_to("nowhere.npy")
+    alone.prepare()
+    assert alone.settings() == there.settings()
+
+
 def test_rows_that_share_text_with_other_held_out_text_are_left_out(scored_run: Path) -> None:
     train = np.load(scored_run / "train.npy")
     other = np.random.default_rng(5).integers(2, 60, (3, 96)).astype(np.uint16)
