@@ -11,7 +11,7 @@ from .config import RunConfig, ScoreMethod
 from .errors import ConfigError
 from .execution.base import Payload
 from .fidelity.driver import tasks_of
-from .fidelity.predictors import predictors_of
+from .fidelity.predictors import TWIN_ERROR, predictors_of
 from .fidelity.records import FIDELITY_FILE, Group, Settings, Study, Subject, read_study
 from .fidelity.subjects import choose_subjects
 from .footprint import checkpoint_bytes
@@ -21,8 +21,10 @@ from .preflight import check_machine
 from .rundir import RunDir, score_file
 from .search.front import Candidate
 from .search.outcome import read_outcome
+from .search.ranking import Table
 from .search.seeds import read_scores
 from .search.trial import SUPERNET_FILE
+from .stages import ALIGNMENT_FILE
 
 FOLDER = "fidelity"
 """Training text of a study, where the run's own is too short for it, and checkpoints."""
@@ -196,9 +198,24 @@ def _subjects(
         seed=config.seed,
         kept=study.subjects,
     )
+    tables = {name: table.heads for name, table in scores.items()}
+    errors = _twin_errors(run_dir, study)
+    tables |= {TWIN_ERROR: errors} if errors else {}
     return tuple(
-        replace(s, predictors=predictors_of(s.head_map, scores, config.cost)) for s in found
+        replace(s, predictors=predictors_of(s.head_map, tables, config.cost)) for s in found
     )
+
+
+def _twin_errors(run_dir: RunDir, study: Study) -> Table | None:
+    """What each twin leaves of its head's variance on held-out text, where the supernet's training measured that."""
+    if not (run_dir / ALIGNMENT_FILE).exists():
+        return None
+    table = run_dir.read_json(ALIGNMENT_FILE).get("metrics", {}).get("error_by_head")
+    shape = study.shape
+    if not table or [len(row) for row in table] != [shape.num_heads] * shape.num_layers:
+        return None
+    found: Table = table
+    return found
 
 
 def counts_of(maps: int) -> dict[Group, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 
+from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..headmap import HeadMap
 from ..models.full_heads import rope_fader
 from ..search.space import analytic_costs
 from ..search.trial import TrialWorker
+from ..training.loop import NonFiniteLoss
 from ..training.readings import distill_with_readings
 from .records import LongSpec, Reading, Run
 
@@ -39,6 +42,15 @@ class LongWorker:
         costs = analytic_costs(head_map, trials.config.cost)
         batch_tokens = trials.batch_sequences * trials.config.data.sequence_length
         path = None if spec.checkpoint is None else Path(spec.checkpoint)
+
+        def measure(model: HydraHeadForCausalLM, tokens: int) -> dict[str, float]:
+            # At 0 tokens a search measures the teacher's own full-attention heads, without the student's branch.
+            metrics = trials.measure(model if tokens else trials.cut(head_map, trains=False))
+            bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+            if bad:
+                raise NonFiniteLoss(f"at {tokens} tokens {', '.join(sorted(bad))} is not finite")
+            return metrics | costs
+
         try:
             student = trials.cut(head_map, trains=True)
             found = distill_with_readings(
@@ -46,7 +58,7 @@ class LongWorker:
                 trials.teacher,
                 partial(trials.batches, seed=seed),
                 readings=spec.settings.lengths,
-                measure=lambda model, _: trials.measure(model) | costs,
+                measure=measure,
                 config=trials.config.distill.model_copy(
                     update={"decay_share": spec.settings.decay_share}
                 ),

@@ -23,14 +23,14 @@ SHAPE = ModelShape("qwen3", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=
 RNG = Random(11)
 
 
-def tables() -> ScoreTables:
+def drawn_tables() -> ScoreTables:
     def draw(width: int) -> list[list[float]]:
         return [[RNG.random() for _ in range(width)] for _ in range(6)]
 
     return ScoreTables(draw(8), draw(4))
 
 
-SCORES = {"causal": tables(), "replacement_kl": tables()}
+SCORES = {"causal": drawn_tables(), "replacement_kl": drawn_tables()}
 
 
 def front_of(*counts: int) -> list[Candidate]:
@@ -129,12 +129,13 @@ def test_without_scores_there_is_nothing_to_choose_by() -> None:
 
 def test_predictors_sum_over_the_heads_that_are_lost() -> None:
     head_map, cost = random_map(SHAPE, RNG, 10, 10), CostConfig(context=512)
-    found = predictors_of(head_map, SCORES, cost)
+    tables = {name: table.heads for name, table in SCORES.items()}
+    found = predictors_of(head_map, tables, cost)
     lost = [head for head in SHAPE.heads() if head not in head_map.full_heads()]
-    for name, table in SCORES.items():
-        assert found[sum_of(name)] == pytest.approx(sum(table.heads[la][h] for la, h in lost))
+    for name, table in tables.items():
+        assert found[sum_of(name)] == pytest.approx(sum(table[la][h] for la, h in lost))
     assert found[FA_SHARE] == -10 / 48
     assert found[CACHE] == -cache_bytes(head_map, 512)
     better = HeadMap.from_full_heads(SHAPE, [*head_map.full_heads(), lost[0]])
-    after = predictors_of(better, SCORES, cost)
+    after = predictors_of(better, tables, cost)
     assert all(after[name] <= value for name, value in found.items())
