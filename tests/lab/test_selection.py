@@ -106,11 +106,12 @@ def test_a_reading_without_tokens_is_the_map_cut_out_of_the_supernet(
 def test_the_best_go_on_with_other_orders_of_batches(
     scored_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    heads = ["--units", "head"]
     with pytest.raises(ConfigError, match=r"stage A: .* maps have no reading at 256 tokens"):
-        run_stage(scored_run, monkeypatch, "B", "--tokens-before", "256", "--tokens", "512")
-    run_stage(scored_run, monkeypatch, "A", "--tokens", "0", "256")
+        run_stage(scored_run, monkeypatch, "B", "--tokens-before", "256", "--tokens", "512", *heads)
+    run_stage(scored_run, monkeypatch, "A", "--tokens", "0", "256", *heads)
     capsys.readouterr()
-    run_stage(scored_run, monkeypatch, "B", "--tokens-before", "256", "--tokens", "512")
+    run_stage(scored_run, monkeypatch, "B", "--tokens-before", "256", "--tokens", "512", *heads)
     chosen = capsys.readouterr().out.partition("stage B: ")[2].partition(": ")[0].split(", ")
     assert len(chosen) == 9
     assert chosen[-1] == "even_layers"
