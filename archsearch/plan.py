@@ -118,13 +118,15 @@ class TrainingRows:
 def training_rows(config: RunConfig) -> TrainingRows:
     """How many training sequences the run reads; none of either kind where it trains nothing.
 
-    skip keeps a corpus that serves as held-out text too from being trained on there.
+    skip keeps a corpus that serves as held-out text too from being trained on there: each takes its first rows.
     """
     data = config.data
     rows = math.ceil(train_tokens(config) / data.sequence_length)
     prompts = round(rows * data.niah_share)
-    same_corpus = data.train.source != "teacher" and _corpus(data.train) == _corpus(data.heldout)
-    skip = data.heldout_sequences if same_corpus else 0
+    heldout = [(data.heldout, data.heldout_sequences)]
+    heldout += [(text, text.sequences or data.heldout_sequences) for text in data.extra_heldout]
+    same = [count for text, count in heldout if _corpus(text) == _corpus(data.train)]
+    skip = max(same, default=0) if data.train.source != "teacher" else 0
     return TrainingRows(max(1, rows - prompts) if rows else 0, prompts, skip)
 
 
@@ -141,8 +143,8 @@ def text_origin(text: TextConfig) -> str:
 
 
 def _corpus(text: TextConfig) -> dict[str, Any]:
-    """What decides which documents a text has; a teacher's temperature does not."""
-    return text.model_dump(exclude={"temperature"})
+    """What decides which documents a text has; a teacher's temperature does not, nor what a held-out text adds."""
+    return text.model_dump(include={*TextConfig.model_fields} - {"temperature"})
 
 
 def scored_methods(config: RunConfig) -> list[ScoreMethod]:

@@ -96,6 +96,20 @@ def test_one_array_for_both_uses_needs_the_rows_of_both(run_config: Path, tmp_pa
         both(6)
 
 
+def test_one_array_for_training_and_extra_text_needs_the_rows_of_both(
+    run_config: Path, tmp_path: Path
+) -> None:
+    def both(rows: int) -> None:
+        path = write_ids(tmp_path / "ids.npy", np.zeros((rows, 96), dtype=np.uint16))
+        text = f"source: file, path: {path}"
+        extra = f"data.extra_heldout=[{{label: own, {text}, sequences: 3}}]"
+        examine(run_config, f"data.train={{{text}}}", extra)
+
+    both(8)
+    with pytest.raises(ConfigError, match=r"data\.train\.path: .* 5 after the first 3 are needed"):
+        both(7)
+
+
 def test_text_is_opened_too(run_config: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     overrides = ("data.heldout.source=file", f"data.heldout.path={path}")

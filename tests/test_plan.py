@@ -232,3 +232,29 @@ def test_text_that_is_held_out_too_is_not_trained_on() -> None:
         found.append(training_rows(RunConfig.model_validate_json(json.dumps(raw))))
     assert [rows.skip for rows in found] == [3, 3, 0]
     assert {(rows.text, rows.prompts) for rows in found} == {(6, 2)}
+
+
+@pytest.mark.parametrize(
+    ("heldout", "extra", "skip"),
+    [
+        ("b.txt", [("a.txt", 5)], 5),
+        ("b.txt", [("a.txt", None), ("c.txt", 9)], 3),
+        ("a.txt", [("a.txt", 5), ("a.txt", 4)], 5),
+        ("a.txt", [("a.txt", 2)], 3),
+        ("b.txt", [("c.txt", 5)], 0),
+    ],
+)
+def test_all_rows_that_any_held_out_text_takes_are_passed_over(
+    run_config: Path, heldout: str, extra: list[tuple[str, int | None]], skip: int
+) -> None:
+    texts = [
+        {"label": f"own{i}", "source": "file", "path": path, "sequences": sequences}
+        for i, (path, sequences) in enumerate(extra)
+    ]
+    options = [
+        "data.heldout_sequences=3",
+        "data.train={source: file, path: a.txt}",
+        f"data.heldout={{source: file, path: {heldout}}}",
+        f"data.extra_heldout={json.dumps(texts)}",
+    ]
+    assert training_rows(load_config(run_config, options)).skip == skip

@@ -111,6 +111,19 @@ def test_a_passage_in_both_is_refused_and_named(
     )
 
 
+def test_one_file_serves_as_training_and_extra_text(
+    run_config: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    path = documents(tmp_path / "a.jsonl", made_up(40, 0, size=95))
+    extra = f"data.extra_heldout=[{{label: own, source: file, path: {path}, sequences: 3}}]"
+    write(run_config, tmp_path / "run", teacher, text_file("data.train", path), extra)
+    held, trained = (read(tmp_path / "run", name) for name in ("heldout-own.npy", "train.npy"))
+    words = [teacher.tokenizer.decode(rows.flatten()).split() for rows in (held, trained)]
+    # Each document has 95 words and an end of text.
+    assert words[0][:95] == made_up(40, 0, size=95)[0].split()
+    assert words[1][:95] == made_up(40, 0, size=95)[3].split()
+
+
 def test_a_shorter_passage_is_let_pass(run_config: Path, tmp_path: Path, teacher: Teacher) -> None:
     train, heldout = leak(tmp_path, passage=63)
     options = (text_file("data.train", train), text_file("data.heldout", heldout))
