@@ -90,7 +90,9 @@ class StudentWorker:
                     self._ledger.add(keys[tokens], tokens=tokens, failed=str(error), **facts)
             return FAILED
         finally:
-            self._bench.free_memory()
+            # Cycles hold students, which on a GPU soon fill it.
+            if self._bench.teacher.device.type == "cuda":
+                self._bench.free_memory()
         return DONE
 
     def _train(
