@@ -122,7 +122,8 @@ def training_rows(config: RunConfig) -> TrainingRows:
     """
     data = config.data
     rows = math.ceil(train_tokens(config) / data.sequence_length)
-    prompts = round(rows * data.niah_share)
+    # Whoever trains on a share of prompts needs one at least.
+    prompts = max(1, round(rows * data.niah_share)) if rows and data.niah_share else 0
     heldout = [(data.heldout, data.heldout_sequences)]
     heldout += [(text, text.sequences or data.heldout_sequences) for text in data.extra_heldout]
     same = [count for text, count in heldout if _corpus(text) == _corpus(data.train)]

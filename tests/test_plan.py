@@ -235,6 +235,18 @@ def test_text_that_is_held_out_too_is_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize(
+    ("share", "tokens", "rows"),
+    [("0.0", 960, (10, 0)), ("0.01", 960, (9, 1)), ("0.5", 96, (1, 1)), ("0.3", 960, (7, 3))],
+)
+def test_a_share_of_prompts_is_one_prompt_at_least(
+    run_config: Path, share: str, tokens: int, rows: tuple[int, int]
+) -> None:
+    options = [f"data.niah_share={share}", f"supernet.tokens={tokens}", "search.proxy_tokens=[0]"]
+    found = training_rows(load_config(run_config, options))
+    assert (found.text, found.prompts) == rows
+
+
+@pytest.mark.parametrize(
     ("heldout", "extra", "skip"),
     [
         ("b.txt", [("a.txt", 5)], 5),

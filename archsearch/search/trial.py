@@ -23,7 +23,7 @@ from ..attention.positions import set_rope_share
 from ..config import RunConfig
 from ..data.answers_file import read_answers
 from ..data.corpora import Packed, packed_batches, training_batches
-from ..data.niah import Probe, retrieval_rows
+from ..data.niah import Probe
 from ..data.tasks import RETRIEVAL_KINDS, make_probes
 from ..errors import ConfigError, EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
@@ -254,21 +254,9 @@ class TrialWorker:
 
     def _read_train(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
         text = _read_tokens(self._train_dir / TRAIN_FILE)
-        share, path = self.config.data.niah_share, self._train_dir / RETRIEVAL_FILE
-        if share <= 0:
+        if self.config.data.niah_share <= 0:
             return text, None
-        if path.exists():
-            return text, _read_tokens(path)
-        most = max(self.config.search.proxy_tokens) // text.shape[1] + 1
-        rows = retrieval_rows(
-            self.teacher.tokenizer,
-            max(1, round(share * most)),
-            text.shape[1],
-            keys=self.config.probes.multi_keys,
-            digits=self.config.probes.digits,
-            seed=self.config.seed,
-        )
-        return text, rows
+        return text, _read_tokens(self._train_dir / RETRIEVAL_FILE)
 
     def _read_reference(self, name: str, weight_VC: Tensor | None = None) -> TeacherReference:
         tokens_NT = torch.from_numpy(_read_tokens(self.run_dir / name).astype(np.int64))

@@ -411,6 +411,13 @@ def test_tasks_of_the_harness_become_metrics(
     assert metrics["lm_sums_acc"] == 2.0
 
 
+def test_training_without_its_prompts_is_refused(payload: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copy(Path(payload["run_dir"]) / "train.npy", tmp_path)
+    worker = TrialWorker(payload | {"train_dir": str(tmp_path)})
+    with pytest.raises(EnvironmentFault, match=r"retrieval\.npy: cannot be read"):
+        worker.batches(0)
+
+
 def test_a_metric_that_no_trial_has_is_named(worker: TrialWorker) -> None:
     message = (
         r"^search: lm_sums_acc is no metric that a trial has; allowed: cache_bytes, fa_share, kl"
