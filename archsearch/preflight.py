@@ -73,12 +73,12 @@ def _check_metrics(config: RunConfig) -> None:
     for field, metric in wanted.items():
         if metric not in allowed:
             raise ConfigError(
-                f"{field}.metric: {metric} needs {_needed_for(metric)}; allowed with those that it has: "
+                f"{field}.metric: {metric} needs {_needed_for(metric, config.probes)}; allowed with those that it has: "
                 f"{', '.join(allowed)}"
             )
 
 
-def _needed_for(metric: str) -> str:
+def _needed_for(metric: str, probes: ProbeConfig) -> str:
     """What a config that lacks a metric needs, in words."""
     name, _, context = metric.partition("@")
     kinds = (*get_args(RetrievalKind), *get_args(GeneralKind))
@@ -91,7 +91,9 @@ def _needed_for(metric: str) -> str:
     elif not found and name.startswith(DIVERGENCES):
         return "its label among data.extra_heldout"
     elif not found:
-        return "its name among probes.files"
+        named = [file.name for file in probes.files if name.startswith(f"{file.name}_")]
+        only = f" (groups and lengths of {named[0]} are only reported)" if named else ""
+        return f"its name among probes.files{only}"
     also = f" and {context} among several probes.contexts" if context else ""
     return f"{needed} among probes.{place}{also}"
 

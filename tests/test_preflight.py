@@ -154,6 +154,16 @@ def test_a_metric_of_the_configs_own_needs_its_part(metric: str, needed: str) ->
         check_config(config, INFO)
 
 
+@pytest.mark.parametrize("metric", ["own_multikey4_nll", "own_nll@512"])
+def test_groups_and_lengths_of_a_file_are_no_objectives(metric: str) -> None:
+    search = {"objectives": [{"metric": metric, "direction": "minimize"}]}
+    files = [{"name": "own", "path": "own.jsonl"}]
+    with pytest.raises(
+        ConfigError, match=rf"{metric} needs .* \(groups and lengths of own are only reported\); "
+    ):
+        check_config(config_with(search=search, probes={"files": files}), INFO)
+
+
 def test_a_metric_of_one_context_is_taken_where_there_are_several() -> None:
     search = {"objectives": [{"metric": "niah_single_nll@256", "direction": "minimize"}]}
     check_config(config_with(search=search, probes={"contexts": [256, 512]}), INFO)
