@@ -8,7 +8,6 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,6 @@ from archsearch.rundir import RunDir
 from archsearch.scoring.head_scores import HeadScores
 from archsearch.scoring.inputs import ScoreInputs
 from archsearch.scoring.methods import METHODS, Method
-from archsearch.scoring.pairs import draw_pairs
-from archsearch.stages import RunContext
 from archsearch.timings import read_timings
 
 
@@ -330,32 +327,6 @@ def test_a_scores_file_that_is_lost_is_made_again_once(
         assert "scores    kept" in result.output
 
 
-def test_too_few_pairs_are_found_before_the_twins_are_trained(
-    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stages, "align", None)  # Calling it would fail otherwise.
-    settings = load_config(run_config, ["scoring.retrieval=[single]", "scoring.contexts=[96]"])
-    with pytest.raises(ConfigError, match="too few pairs of retrieval"):
-        run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)))
-    assert (tmp_path / "run/train.npy").exists()
-    assert not (tmp_path / "run/supernet.safetensors").exists()
-
-
-def test_pairs_are_drawn_once_for_twins_and_scores(
-    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["seed"])
-        return draw_pairs(*args, **kwargs)
-
-    monkeypatch.setattr(stages, "draw_pairs", counted)
-    settings = load_config(run_config, ["supernet.tokens=128"])
-    run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)), last="scores")
-    assert calls == [RunContext(settings, RunDir(tmp_path / "run")).seed("scoring")]
-
-
 def test_scores_that_read_twins_get_them(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
     config, _, _ = finished
     output = score(config, tmp_path, "replacement_nll")
@@ -401,10 +372,3 @@ def test_a_kill_between_two_scores_loses_the_unfinished_one_alone(
     assert calls == ["causal", "replacement_kl", "replacement_kl"]
     for name in ("scores.json", "scores/replacement_kl.json", "similarity.json"):
         assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
-
-
-def test_seeds_differ_by_purpose_and_follow_the_config(run_config: Path, tmp_path: Path) -> None:
-    context = RunContext(load_config(run_config, []), RunDir(tmp_path))
-    other = RunContext(load_config(run_config, ["seed=9"]), RunDir(tmp_path))
-    assert context.seed("train") == context.seed("train")
-    assert len({context.seed("train"), context.seed("heldout"), other.seed("train")}) == 3

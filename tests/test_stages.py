@@ -1,9 +1,10 @@
-"""What stages leave behind, each alone."""
+"""Stages alone: what they need before they begin, and what they leave behind."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,10 @@ from rich.console import Console
 from archsearch import stages
 from archsearch.configfile import load_config
 from archsearch.console import Printer
+from archsearch.errors import ConfigError
+from archsearch.pipeline import run_stages
 from archsearch.rundir import RunDir
+from archsearch.scoring.pairs import draw_pairs
 from archsearch.search.trial import TEACHER_LOGITS
 from archsearch.stages import STAGE_WORK, RunContext
 
@@ -42,3 +46,36 @@ def test_what_candidates_share_goes_with_the_search_and_stays_while_it_can_go_on
     for _ in range(2):
         search(done=True)
         assert not (run_dir / TEACHER_LOGITS).exists()
+
+
+def test_too_few_pairs_are_found_before_the_twins_are_trained(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "align", None)  # Calling it would fail otherwise.
+    settings = load_config(run_config, ["scoring.retrieval=[single]", "scoring.contexts=[96]"])
+    with pytest.raises(ConfigError, match="too few pairs of retrieval"):
+        run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)))
+    assert (tmp_path / "run/train.npy").exists()
+    assert not (tmp_path / "run/supernet.safetensors").exists()
+
+
+def test_pairs_are_drawn_once_for_twins_and_scores(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["seed"])
+        return draw_pairs(*args, **kwargs)
+
+    monkeypatch.setattr(stages, "draw_pairs", counted)
+    settings = load_config(run_config, ["supernet.tokens=128"])
+    run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)), last="scores")
+    assert calls == [RunContext(settings, RunDir(tmp_path / "run")).seed("scoring")]
+
+
+def test_seeds_differ_by_purpose_and_follow_the_config(run_config: Path, tmp_path: Path) -> None:
+    context = RunContext(load_config(run_config, []), RunDir(tmp_path))
+    other = RunContext(load_config(run_config, ["seed=9"]), RunDir(tmp_path))
+    assert context.seed("train") == context.seed("train")
+    assert len({context.seed("train"), context.seed("heldout"), other.seed("train")}) == 3
