@@ -17,8 +17,8 @@ from .student_worker import DONE
 
 READING_RATE = 700_000
 """Tokens a second of a forward without gradients, of a model of 135 M parameters on an H200: for estimates alone."""
-START_SECONDS = 40
-"""To load a teacher and its supernet, and to compile kernels."""
+START_SECONDS = 60
+"""To load a teacher and its supernet, to draw prompts and to compile kernels."""
 GENERAL_TOKENS = 200
 """Of a general prompt, about."""
 CHARACTERS = 3.5
