@@ -128,9 +128,9 @@ def plan_fidelity(run_dir: RunDir, options: Options) -> FidelityPlan:
         raise ConfigError(f"--repeats {repeats}: allowed: 0 to the {len(study.subjects)} maps")
     workers = config.execution.workers if config.execution.executor == "ray" else 1
     run_dir.require_disk(workers * checkpoint_bytes(config, info))
-    wanted = training_rows(training_config(config, settings.tokens)).text
+    there, wanted = (training_rows(c) for c in (config, training_config(config, settings.tokens)))
     seconds = _map_seconds(config, info, study)
-    makes_text = wanted > training_rows(config).text
+    makes_text = wanted.text > there.text or wanted.prompts > there.prompts
     return FidelityPlan(config, study, repeats, seconds, workers, makes_text)
 
 

@@ -40,7 +40,7 @@ cost: {{context: 256}}
 distill: {{batch_tokens: 96, learning_rate: 1e-3}}
 execution: {{executor: serial}}
 """
-OPTIONS = ("--maps", "5", "--tokens", "768", "--at", "96", "--at", "384", "--repeats", "1")
+OPTIONS = ("--maps", "5", "--tokens", "384", "--at", "96", "--at", "192", "--repeats", "1")
 SHARE = ("--share", "0.5")
 
 
@@ -83,7 +83,7 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(searched: Path) -> None
     status, output = call("fidelity", searched, *OPTIONS, *SHARE, "--dry-run")
     assert status == 0, output
     assert "maps      5: 3 good ones with 50.0% FA heads, 2 at other shares; 1 of all" in output
-    assert "768 tokens a map, read at 0, 96, 384, 768" in output
+    assert "384 tokens a map, read at 0, 96, 192, 384" in output
     assert "6 maps are missing" in output
     assert sorted(searched.rglob("*")) == before
 
@@ -91,12 +91,12 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(searched: Path) -> None
 def test_every_map_is_read_at_every_length(studied: tuple[Path, str]) -> None:
     run, output = studied
     study = study_of(run)
-    assert study.settings == Settings((0, 96, 384, 768), 0.2, 96)
+    assert study.settings == Settings((0, 96, 192, 384), 0.2, 96)
     assert len(study.subjects) == 5
     assert len(study.runs) == 6
     assert not study.failures
     for found in study.runs.values():
-        assert [reading.tokens for reading in found.readings] == [0, 96, 384, 768]
+        assert [reading.tokens for reading in found.readings] == [0, 96, 192, 384]
         assert found.readings[0].loss is None
         assert {"kl", "niah_single_nll", "cache_bytes"} <= found.readings[0].metrics.keys()
     for subject in study.subjects:
@@ -104,7 +104,7 @@ def test_every_map_is_read_at_every_length(studied: tuple[Path, str]) -> None:
         assert known < subject.predictors.keys()
     assert {row.metric for row in study.agreements} == {"kl"}
     assert "map 6 of 6 again: kl" in output
-    assert "How well a short look predicts kl after 768 tokens" in output
+    assert "How well a short look predicts kl after 384 tokens" in output
     page = (run / "report/index.html").read_text(encoding="utf-8")
     assert "How well a short look predicts kl" in page
 
@@ -154,7 +154,7 @@ def test_options_that_do_not_fit_are_status_2_and_one_line(
 def test_other_lengths_than_the_study_has_are_refused(studied: tuple[Path, str]) -> None:
     status, output = call("fidelity", studied[0], "--tokens", "960")
     assert status == 2
-    assert "its maps are read at 0, 96, 384, 768 tokens; allowed: the same --tokens" in output
+    assert "its maps are read at 0, 96, 192, 384 tokens; allowed: the same --tokens" in output
 
 
 def test_a_run_without_a_front_is_status_2(searched: Path, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_text_is_made_where_the_runs_own_is_too_short(studied: tuple[Path, str])
     run, output = studied
     assert "training text is made first" in output
     stage = json.loads((run / "fidelity/stages/text.json").read_text())
-    assert stage["tokens"] == 768
+    assert stage["tokens"] == 384
     assert (run / "fidelity/train.npy").exists()
 
 
