@@ -45,7 +45,7 @@ class TwinInitConfig(Section):
     half_life_span: tuple[Rate, Rate] = (4.0, 1024.0)
     write: WriteName = "entropy"
     """Writing strength: 0.3 to 0.7 by how sharply the head looks, or write_strength."""
-    write_strength: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    write_strength: Annotated[float, Field(ge=0.01, le=0.99)] = 0.5
     scale: ScaleName = "least_squares"
     """gamma: the best number a channel or a head, the number a head that gives it its head's RMS, or 1."""
     bias: Literal["fitted", "zero"] = "fitted"

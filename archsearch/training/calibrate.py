@@ -99,8 +99,9 @@ def _set_memory(
         assert isinstance(twin, GatedDeltaHeads)
         found = attention_statistics(full, x, position_embeddings)
         half_life_H = HALF_LIVES[init.half_life](found, init)
-        # softplus(dt_bias) = ln 2 / half-life, as A_log and a_proj are zero.
-        twin.dt_bias.copy_((math.log(2) / half_life_H).expm1().log())
+        # softplus(dt_bias) = ln 2 / half-life, as A_log and a_proj are zero; log(e^rate - 1) without overflow.
+        rate_H = math.log(2) / half_life_H
+        twin.dt_bias.copy_(rate_H + (-(-rate_H).expm1()).log())
         twin.b_proj.bias.copy_(WRITES[init.write](found, init).logit())
 
     visit_layers(teacher.model, tokens_NT, visit, layers)

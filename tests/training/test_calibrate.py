@@ -78,15 +78,16 @@ def test_write_strengths(statistics: AttentionStatistics) -> None:
     torch.testing.assert_close(WRITES["constant"](statistics, constant), torch.full((7,), 0.9))
 
 
-def test_memory_is_set_as_init_says(teacher: Teacher) -> None:
+@pytest.mark.parametrize("half_life", [20.0, 0.005])
+def test_memory_is_set_as_init_says(teacher: Teacher, half_life: float) -> None:
     supernet = Supernet.migrated(teacher, GdnConfig())
     init = TwinInitConfig(
-        half_life="fixed", half_life_tokens=20.0, write="constant", write_strength=0.8
+        half_life="fixed", half_life_tokens=half_life, write="constant", write_strength=0.8
     )
     calibrate(teacher, supernet, random_tokens(4, 64), init)
     for twin in supernet.twins:
         rate_H = torch.nn.functional.softplus(twin.dt_bias)
-        torch.testing.assert_close(rate_H, torch.full_like(rate_H, math.log(2) / 20))
+        torch.testing.assert_close(rate_H, torch.full_like(rate_H, math.log(2) / half_life))
         torch.testing.assert_close(twin.b_proj.bias.sigmoid(), torch.full_like(rate_H, 0.8))
 
 
