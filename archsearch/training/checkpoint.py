@@ -38,7 +38,7 @@ def save_checkpoint(
 ) -> None:
     """Writes the state, extra tensors and notes (JSON); a crash at any moment leaves the file before or the new one.
 
-    identity names all that the state depends on; load_checkpoint refuses another one.
+    identity names all that the state depends on; read_checkpoint refuses another one.
     """
     tensors = {f"extra.{name}": tensor.contiguous() for name, tensor in (extra or {}).items()}
     names: dict[Tensor, str] = {p: name for name, p in state.parameters.items()}
@@ -59,11 +59,6 @@ def save_checkpoint(
     }
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-
-
-def load_checkpoint(state: TrainingState, path: Path, *, identity: str) -> dict[str, Tensor]:
-    """read_checkpoint without the notes."""
-    return read_checkpoint(state, path, identity=identity).tensors
 
 
 def read_checkpoint(state: TrainingState, path: Path, *, identity: str) -> Extra:
