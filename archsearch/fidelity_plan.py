@@ -25,6 +25,7 @@ from .search.ranking import Table
 from .search.seeds import read_scores
 from .search.trial import SUPERNET_FILE
 from .stages import ALIGNMENT_FILE
+from .trainconfig import FORK_SHARE
 
 FOLDER = "fidelity"
 """Training text of a study, where the run's own is too short for it, and checkpoints."""
@@ -33,8 +34,6 @@ FACTOR = 8
 """Times the run's longest proxy that maps are trained by default."""
 PARTS = (1 / 80, 1 / 40, 1 / 20, 1 / 10, 1 / 5, 1 / 2)
 """Where a run is read by default, as parts of its tokens, beside 0, the run's own proxies and the end."""
-FORK_SHARE = 0.2
-"""Share of a reading's tokens over which its rate falls, where the config lets it fall from the start."""
 GOOD_PART, REPEATED_PART = 2 / 3, 1 / 4
 """Of all maps."""
 TRAINING_COST = 4

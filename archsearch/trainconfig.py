@@ -10,6 +10,9 @@ from .textconfig import NonNegative, Positive, Rate, Section, Share
 
 Weight = Annotated[float, Field(ge=0)]
 
+FORK_SHARE = 0.2
+"""Share of a reading's tokens, the last ones, over which its rate falls, where a config lets it fall from the start."""
+
 
 class DistillConfig(Section):
     """How a candidate is distilled for a proxy with tokens: its loss, its rates, and what is kept of the teacher."""

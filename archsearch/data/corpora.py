@@ -46,12 +46,6 @@ class PackedBatch(NamedTuple):
     starts: Tensor
     """[B, T] bool: the first token of each document and of each row."""
 
-    def cu_seqlens(self) -> Tensor:
-        """Bounds of the documents in the rows laid end to end: int32 [D + 1] from 0 to B * T."""
-        flat = self.starts.flatten().nonzero().flatten()
-        end = torch.tensor([self.starts.numel()], device=flat.device)
-        return torch.cat([flat, end]).to(torch.int32)
-
 
 def load_tokens(
     text: TextConfig,
@@ -273,7 +267,8 @@ def _packed_rows(
     needed = (skip + sequences) * length
     packed = np.empty(needed, dtype=token_dtype(len(tokenizer)))
     starts = np.zeros(needed, dtype=np.bool_)
-    end = _end_of_text(tokenizer) if corpus.separate else []
+    token = end_of_text(tokenizer) if corpus.separate else None
+    end = [] if token is None else [token]
     texts = iter(corpus.texts)
     filled = 0
     while filled < needed:
@@ -290,10 +285,10 @@ def _packed_rows(
     return Packed(rows, starts.reshape(-1, length)[skip:] if corpus.separate else None)
 
 
-def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token between documents: EOS, else BOS, else none."""
     candidates = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    return next(([int(token)] for token in candidates if token is not None), [])
+    return next((int(token) for token in candidates if token is not None), None)
 
 
 def _too_short(name: str, available: int, skip: int, sequences: int, length: int) -> ConfigError:

@@ -95,9 +95,15 @@ def divergence(student: HydraHeadForCausalLM, reference: TeacherReference) -> di
     return {"kl": kl_sum / start, "top1_agreement": agreements / start}
 
 
-def final_hidden(model: HydraHeadForCausalLM, ids_NT: Tensor) -> Tensor:
-    """The hidden states that the language-model head reads, position after position, [N * T, C]."""
-    hidden_NTC: Tensor = model.model(input_ids=ids_NT, use_cache=False).last_hidden_state
+def final_hidden(
+    model: HydraHeadForCausalLM, ids_NT: Tensor, bounds: Tensor | None = None
+) -> Tensor:
+    """The hidden states that the language-model head reads, position after position, [N * T, C].
+
+    bounds: those of the documents of all rows laid end to end, where each has attention of its own.
+    """
+    packed = {} if bounds is None else {"cu_seqlens": bounds}
+    hidden_NTC: Tensor = model.model(input_ids=ids_NT, use_cache=False, **packed).last_hidden_state
     return hidden_NTC.flatten(0, 1)
 
 

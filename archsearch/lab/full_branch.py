@@ -39,6 +39,7 @@ from ..rundir import RunDir
 from ..search.seeds import needed_by_seeds, read_scores, seed_maps
 from ..search.trial import (
     EVALUATION_TOKENS,
+    GAMMA_SEQUENCES,
     HELDOUT_FILE,
     RETRIEVAL_FILE,
     SUPERNET_FILE,
@@ -46,6 +47,7 @@ from ..search.trial import (
     evaluation_probes,
 )
 from ..studentconfig import FullConfig
+from ..trainconfig import FORK_SHARE
 from ..training.longcontext import tune_long_context
 from ..training.readings import distill_with_readings
 from ..training.teacher_logits import TeacherLogits
@@ -69,10 +71,6 @@ CASES: dict[str, dict[str, Any]] = {
     "NoPE, log-scale, norm, gate": NOPE | {"log_scale": True, "norm": True, "gate": True},
 }
 """Options of section student.full."""
-
-FORK_SHARE = 0.2
-"""Share of a reading's tokens over which its rate falls, where the config lets it fall from the start."""
-GAMMA_SEQUENCES = 8
 
 
 @dataclass

@@ -30,14 +30,14 @@ from ..models.full_heads import full_branch, rope_fader
 from ..rundir import RunDir
 from ..search.seeds import needed_by_seeds, read_scores, seed_maps
 from ..search.study import head_map_text
-from ..search.trial import TrialWorker
+from ..search.trial import GAMMA_SEQUENCES, TrialWorker
 from ..studentconfig import FullConfig
 from ..training.distill import distill
 from ..training.longcontext import tune_long_context
 from ..training.loop import StepHook
 from ..training.teacher_logits import TeacherLogits
 from .bench_folder import BenchFolder, read_config, read_shape
-from .full_branch import CASES, GAMMA_SEQUENCES
+from .full_branch import CASES
 from .ledger import VALUES, Ledger
 from .long_rows import long_batches, training_text
 from .records import LabBook

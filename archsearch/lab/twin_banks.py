@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from ..config import SupernetConfig
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher
+from ..trainconfig import FORK_SHARE
 from ..training.align import CALIBRATION_TOKENS
 from ..training.alignment_loss import BankLoss, add_gradients
 from ..training.calibrate import calibrate
 from ..training.loop import BatchSource, Plan, TrainingState
 from ..training.replay import Replay
 from ..training.twin_error import measure_banks, output_roots
-
-FORK_SHARE = 0.2
-"""Share of a reading's tokens, the last ones, over which its rate falls."""
 
 
 @dataclass

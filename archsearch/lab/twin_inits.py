@@ -45,10 +45,11 @@ from ..search.trial import (
     evaluation_probes,
 )
 from ..stages import STAGE_WORK, RunContext
+from ..trainconfig import FORK_SHARE
 from ..training.align import HELDOUT_TOKENS
 from ..training.loop import BatchSource
 from .records import LabBook
-from .twin_banks import FORK_SHARE, Banks
+from .twin_banks import Banks
 from .twin_recipes import RECIPES, recipe_config
 
 READINGS = (0, 250_000, 1_000_000, 4_500_000)

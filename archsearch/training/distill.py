@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import DistillConfig
+from ..data.corpora import end_of_text
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .loop import Plan, Source, StepHook, TrainingState, train
-from .packing import end_of_text, ids_of
+from .packing import ids_of
 from .replay import Replay
 from .student import LossWeights, StudentLoss, in_training, trainable_parameters
 from .teacher_logits import TeacherLogits

@@ -10,11 +10,12 @@ import time
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import DistillConfig, LongContextConfig
+from ..data.corpora import end_of_text
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .distill import FINAL_SHARE, Distillation, outcome
 from .loop import Plan, Source, StepHook, train
-from .packing import end_of_text, ids_of
+from .packing import ids_of
 from .student import LossWeights, StudentLoss, in_training
 from .teacher_logits import TeacherLogits
 

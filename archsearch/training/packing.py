@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
 
 from ..data.corpora import PackedBatch
 from .losses import IGNORED, next_tokens
@@ -53,12 +52,6 @@ class Batch:
             None if bounds_N is None else _moved(bounds_N, device),
             _digest(ids_BT, starts_BT),
         )
-
-
-def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token between documents, as corpora join them: EOS, else BOS, else none."""
-    candidates = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    return next((int(token) for token in candidates if token is not None), None)
 
 
 def document_starts(ids_BT: Tensor, end_token: int) -> Tensor:

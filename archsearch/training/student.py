@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
+from ..evaluation.divergence import final_hidden
 from .loop import TrainingState, mixed_precision, native_precision, product_dtype
 from .losses import NextToken, Weighted, backward_logits, pull_hidden
 from .packing import Batch, RawBatch
 from .replay import Replay
 from .target_cache import Arrays
-from .teacher_logits import TeacherLogits, final_hidden
+from .teacher_logits import TeacherLogits
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class StudentLoss:
     def _step(self, batch: Batch, arrays: Arrays) -> Tensor:
         weights, terms = self._weights, []
         with self._precision(self._device, self._dtype):
-            ours_MC = final_hidden(self._student, batch)
+            ours_MC = final_hidden(self._student, batch.ids_BT, batch.bounds_N)
         if weights.kl and self._teacher is not None:
             terms.append(Weighted(self._teacher.target(arrays), weights.kl))
         if weights.ce:

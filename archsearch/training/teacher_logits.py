@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import DistillConfig
 from ..errors import ConfigError
+from ..evaluation.divergence import final_hidden
 from ..models.teacher import Teacher
 from .loop import full_precision, native_precision, product_dtype
 from .losses import LOGIT_BYTES, Dense, HeadProducts, MeanRow, Target, TopK
@@ -139,7 +139,7 @@ class TeacherLogits:
     def _hidden(self, batch: Batch) -> Tensor:
         model = self._teacher.model
         with torch.inference_mode(), native_precision(self._teacher.device, model.dtype):
-            return final_hidden(model, batch)
+            return final_hidden(model, batch.ids_BT, batch.bounds_N)
 
     def _identity(self, config: DistillConfig) -> str:
         model = self._teacher.model
@@ -152,14 +152,6 @@ class TeacherLogits:
             "top_k": config.top_k if config.teacher_logits == "topk" else None,
         }
         return json.dumps(facts, sort_keys=True)
-
-
-def final_hidden(model: HydraHeadForCausalLM, batch: Batch) -> Tensor:
-    """What the language-model head reads, position after position, [M, C]."""
-    packed = {} if batch.bounds_N is None else {"cu_seqlens": batch.bounds_N}
-    output = model.model(input_ids=batch.ids_BT, use_cache=False, **packed)
-    hidden_BTC: Tensor = output.last_hidden_state
-    return hidden_BTC.flatten(0, 1)
 
 
 def _chunks(hidden_MC: Tensor, head: HeadProducts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

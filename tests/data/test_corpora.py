@@ -20,6 +20,7 @@ from archsearch.data.corpora import (
 )
 from archsearch.data.sampling import Tokens, draw_tokens
 from archsearch.errors import ConfigError
+from archsearch.training.packing import document_bounds
 from tests.random_models import random_teacher
 
 from .tokenizers_for_tests import word_tokenizer
@@ -237,10 +238,10 @@ def test_packed_batches_need_no_starts_and_no_prompts() -> None:
         packed_batches(Packed(TEXT[:0]), batch_sequences=2, seed=0)
 
 
-def test_cu_seqlens_are_the_bounds_of_documents() -> None:
+def test_bounds_of_packed_documents_cut_their_rows() -> None:
     batches = packed_batches(Packed(TEXT, STARTS), batch_sequences=5, seed=0)
     for batch in islice(batches, 4):
-        bounds = batch.cu_seqlens()
+        bounds = document_bounds(batch.starts)
         assert bounds.dtype == torch.int32
         parts = [batch.input_ids.flatten()[a:b] for a, b in pairwise(bounds)]
         assert torch.equal(torch.cat(parts), batch.input_ids.flatten())

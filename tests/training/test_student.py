@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM, set_rope_share
 from archsearch.config import DistillConfig
-from archsearch.data.corpora import PackedBatch
+from archsearch.data.corpora import PackedBatch, end_of_text
 from archsearch.headmap import HeadMap
 from archsearch.models.cut import cut
 from archsearch.models.teacher import Teacher
 from archsearch.training.distill import distill
-from archsearch.training.packing import document_bounds, document_starts, end_of_text
+from archsearch.training.packing import document_bounds, document_starts
 from archsearch.training.replay import Replay
 from archsearch.training.student import (
     LossWeights,

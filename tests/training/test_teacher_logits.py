@@ -12,11 +12,12 @@ from torch import Tensor
 
 from archsearch.config import DistillConfig
 from archsearch.errors import ConfigError
+from archsearch.evaluation.divergence import final_hidden
 from archsearch.models.teacher import Teacher
 from archsearch.training import target_cache
 from archsearch.training.losses import Chunk
 from archsearch.training.packing import Batch
-from archsearch.training.teacher_logits import FORMS, TeacherLogits, final_hidden
+from archsearch.training.teacher_logits import FORMS, TeacherLogits
 from tests.random_models import VOCABULARY, random_tokens
 
 CPU = torch.device("cpu")
@@ -148,7 +149,7 @@ def test_a_full_disk_costs_time_only(
 
 def test_bytes_are_those_of_the_arrays(teacher: Teacher) -> None:
     batch = batch_of(0)
-    hidden = final_hidden(teacher.model, batch).detach()
+    hidden = final_hidden(teacher.model, batch.ids_BT, batch.bounds_N).detach()
     for name, form in FORMS.items():
         arrays = form.keep(hidden, TeacherLogits(teacher, DistillConfig())._head, 8)
         size = sum(array.nbytes for array in arrays.values())
