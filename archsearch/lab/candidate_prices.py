@@ -17,7 +17,7 @@ from .step_bench import Bench, done_by
 LENGTHS = (0, 500_000, 2_000_000, 8_000_000)
 """Proxy lengths in tokens that a candidate is priced at, beside the config's."""
 TRIALS = 200
-PRICED = ("exact", *FORMS)
+PRICED = ("exact", *FORMS, "mean_row, replayed")
 """The ways to distil that candidates are priced by."""
 
 
@@ -66,9 +66,10 @@ def price(bench: Bench, parts: dict[str, float]) -> None:
         )
         facts |= {"evaluations": evaluations(bench.config)}
         bench.add(f"hours of a search of {TRIALS} candidates, {case}", seconds / 3600, "h", **facts)
-    if "alignment" in bench.rates:
-        hours = bench.config.supernet.tokens / bench.rates["alignment"] / 3600
-        bench.add("hours of alignment", hours, "h", tokens=bench.config.supernet.tokens)
+    for work in ("alignment", "alignment, replayed"):
+        if work in bench.rates:
+            hours = bench.config.supernet.tokens / bench.rates[work] / 3600
+            bench.add(f"hours of {work}", hours, "h", tokens=bench.config.supernet.tokens)
 
 
 def evaluations(config: RunConfig) -> list[int]:

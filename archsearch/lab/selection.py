@@ -182,7 +182,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs="+")
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--seconds", type=float, default=480.0)
-    parser.add_argument("--workers", type=int, default=1, help="processes on one GPU")
+    parser.add_argument("--workers", type=int, default=1, help="processes, spread over the GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", help="readings, in place of the stage's")
     parser.add_argument("--tokens-before", type=int, nargs="+", help="those of the stages before")
     parser.add_argument("--set", dest="overrides", action="append", default=[])
@@ -219,12 +219,12 @@ def expected(args: argparse.Namespace, study: Study, stage: Stage) -> list[Job]:
 
 
 def open_workers(args: argparse.Namespace, payload: Mapping[str, Any]) -> Executor:
-    """One worker in this process, or several that share its GPU."""
-    shares = torch.cuda.is_available() and args.workers > 1
+    """One worker in this process, or several that share the GPUs that there are."""
+    gpus = torch.cuda.device_count() if args.workers > 1 else 0
     execution = ExecutionConfig(
         executor="serial" if args.workers == 1 else "ray",
         workers=args.workers,
-        gpus_per_worker=1 / args.workers if shares else 0,
+        gpus_per_worker=min(1.0, gpus / args.workers),
     )
     return open_executor(execution, StudentWorker, payload)
 

@@ -27,6 +27,7 @@ from ..plan import matmul_rate
 from ..training.align import AlignmentLoss
 from ..training.distill import distill
 from ..training.loop import Plan, TrainingState, train
+from ..training.replay import Replay
 from ..training.student import trainable_parameters
 from ..training.teacher_logits import TeacherLogits
 from .candidate_prices import price, time_candidate
@@ -68,21 +69,24 @@ CASES = {
 }
 
 
-def time_alignment(bench: Bench) -> Timing:
-    """Steps of alignment."""
+def time_alignment(bench: Bench, *, replayed: bool) -> Timing:
+    """Steps of alignment, on a GPU replayed from a CUDA graph where asked."""
     teacher, config = bench.teacher, bench.config
     supernet = bench.supernet().requires_grad_(True)
     shape, tokens = teacher.shape, config.data.sequence_length
     variance_LH = torch.ones(shape.num_layers, shape.num_heads, device=teacher.device)
     groups = [list(twin.parameters()) for twin in supernet.twins]
     state = TrainingState(dict(supernet.named_parameters()), groups)
+    replay = None
+    if replayed and teacher.device.type == "cuda":
+        replay = Replay(list(state.parameters.values()))
     batches = bench.batches(config.supernet.batch_tokens)
     clock = Clock(teacher.device)
     reset_peak(teacher.device)
     train(
         state,
         Plan(1 + WARMUP_STEPS + bench.steps, learning_rate=1e-6),
-        AlignmentLoss(teacher, supernet, variance_LH),
+        AlignmentLoss(teacher, supernet, variance_LH, replay=replay),
         batches,
         progress=clock,
     )
@@ -146,7 +150,11 @@ def measure(bench: Bench, setup: str, cases: Sequence[str], most: float, *, firs
             bench.rates[name.removeprefix(DISTILLATION)] = timing.rate
         record_rate(bench, name, setup, timing)
 
-    works: dict[str, Callable[[], Timing]] = {"alignment": partial(time_alignment, bench)}
+    works: dict[str, Callable[[], Timing]] = {
+        "alignment": partial(time_alignment, bench, replayed=False)
+    }
+    if first:
+        works["alignment, replayed"] = partial(time_alignment, bench, replayed=True)
     for case in cases:
         works[DISTILLATION + case] = partial(time_distillation, bench, CASES[case])
     for name, timed in works.items():
