@@ -19,6 +19,12 @@ from ..progress import Progress, ignore_progress
 Tokens = NDArray[np.unsignedinteger]
 """Token ids, as uint16 where the vocabulary allows it and uint32 otherwise."""
 
+CPU_BATCH = 64
+GPU_BATCHES = (64, 2048)
+"""Fewest and most sequences that are drawn together on a GPU."""
+CACHE_SHARE = 0.35
+"""Of a GPU's memory, for the keys and values of what is drawn."""
+
 # transformers renamed past_key_values, as an argument and as an output.
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -44,12 +50,12 @@ def draw_tokens(
 
     Each starts at BOS or, where the tokenizer has none, at a random ordinary token. An end of text
     does not stop a sequence, the model goes on after it. The result depends on seed, batch, temperature
-    and the kind of device. progress counts tokens.
+    and the kind of device; without batch, on a GPU also on its memory. progress counts tokens.
     Returns [sequences, length]. Raises FloatingPointError where the model's logits are not finite.
     """
     device = model.device
     vocab_size = int(model.config.vocab_size)
-    batch = batch or (512 if device.type == "cuda" else 64)
+    batch = batch or _fitting_batch(model, length)
     drawn = np.empty((sequences, length), dtype=token_dtype(vocab_size))
     was_training = model.training
     model.train(False)
@@ -62,6 +68,19 @@ def draw_tokens(
         progress(stop * length, sequences * length)
     model.train(was_training)
     return drawn
+
+
+def _fitting_batch(model: PreTrainedModel, length: int) -> int:
+    """Sequences to draw together. A step's launches take as long for few: on a GPU as many as CACHE_SHARE of it holds."""
+    if model.device.type != "cuda":
+        return CPU_BATCH
+    config = model.config
+    heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
+    elements = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", 0) or heads)
+    sequence_bytes = elements * (dim or config.hidden_size // heads) * length * model.dtype.itemsize
+    memory = torch.cuda.get_device_properties(model.device).total_memory
+    fitting = int(CACHE_SHARE * memory) // sequence_bytes
+    return min(GPU_BATCHES[1], max(GPU_BATCHES[0], 1 << max(0, fitting.bit_length() - 1)))
 
 
 def _batch_seed(seed: int, start: int) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from archsearch.data import sampling
 from archsearch.data.sampling import draw_tokens, token_dtype
 from tests.random_models import VOCABULARY, random_teacher
 
@@ -108,3 +111,19 @@ def test_draw_tokens_refuses_logits_that_are_not_finite() -> None:
 def test_token_dtype_holds_every_id(size: int, dtype: type) -> None:
     assert token_dtype(size) == dtype
     assert np.iinfo(dtype).max >= size - 1
+
+
+@pytest.mark.parametrize(
+    ("gib", "length", "batch"),
+    [(141, 1024, 2048), (80, 1024, 1024), (24, 1024, 256), (24, 8192, 64), (141, 64, 2048)],
+)
+def test_a_gpu_draws_as_many_sequences_together_as_a_third_of_its_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, gib: int, length: int, batch: int
+) -> None:
+    config = SimpleNamespace(  # SmolLM2-135M's
+        num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576
+    )
+    model = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.bfloat16)
+    memory = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    assert sampling._fitting_batch(model, length) == batch  # type: ignore[arg-type]
