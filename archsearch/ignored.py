@@ -7,6 +7,7 @@ from typing import get_args
 
 from .config import FullConfig, ProbeConfig, RetrievalKind, RunConfig, ScoreMethod, Section
 from .footprint import TRAIN
+from .models.teacher import pick_device
 from .plan import scored_methods, texts
 from .search.seeds import DRAWN
 
@@ -114,6 +115,11 @@ def _training_rows(config: RunConfig) -> Iterator[Row]:
         ("search.retention",),
         not config.search.retention.prompts,
         "search.retention.prompts is 0",
+    )
+    yield (
+        ("supernet.replay", "distill.replay"),
+        pick_device(config.teacher.device).type != "cuda",
+        "the teacher is on the CPU, which has no launches to save",
     )
     yield ("long_context",), True, "no command reads it, only scripts of archsearch.lab"
 

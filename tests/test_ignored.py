@@ -70,6 +70,11 @@ OWN = {"retrieval": [], "general": [], "pairs_file": "own.jsonl"}
         ),
         ({"distill": {"top_k": 9}}, "distill is ignored: no candidate is distilled"),
         ({"search": {"retention": {"fa_share": 0.2}}}, "search.retention is ignored"),
+        (
+            {"supernet": {"replay": True}},
+            "supernet.replay is ignored: the teacher is on the CPU",
+        ),
+        ({"distill": {"replay": True}, **LONG}, "distill.replay is"),
         ({"long_context": {"tokens": 9}}, "long_context is ignored: no command reads it"),
     ],
 )

@@ -60,6 +60,7 @@ class HeadErrors:
     def __post_init__(self) -> None:
         self._sum_LH = torch.zeros(self.shape, device=self.device)
         self._since = 0
+        self._index: tuple[tuple[int, ...], Tensor] | None = None
         self._every = max(1, self.steps // ROWS)
 
     @property
@@ -77,9 +78,14 @@ class HeadErrors:
         if len(layers) == self.shape[0]:
             self._sum_LH += relative_nH
         elif layers:
-            index = torch.tensor(layers, device=self.device)
-            self._sum_LH.index_add_(0, index, relative_nH)
+            self._sum_LH.index_add_(0, self._places(tuple(layers)), relative_nH)
         self._since += 1
+
+    def _places(self, layers: tuple[int, ...]) -> Tensor:
+        """The layers as an index on the device, moved there once: every copy waits for all queued steps."""
+        if self._index is None or self._index[0] != layers:
+            self._index = layers, torch.tensor(layers, device=self.device)
+        return self._index[1]
 
     def before_step(self, step: int, _: int = 0) -> None:
         """A StepHook: makes a row where one is due, which waits for the device, and stops layers by it."""

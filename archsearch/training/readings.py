@@ -26,9 +26,9 @@ from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .checkpoint import read_checkpoint, save_checkpoint
 from .distill import plan_of, student_loss
-from .loop import LossStep, Plan, Source, StepHook, TrainingState, train
+from .loop import Plan, Source, StepHook, TrainingState, train
 from .packing import ids_of
-from .student import in_training
+from .student import StudentLoss, in_training
 from .teacher_logits import TeacherLogits
 
 Measure = Callable[[HydraHeadForCausalLM, int], dict[str, float]]
@@ -108,7 +108,7 @@ class _Trunk:
         self,
         student: HydraHeadForCausalLM,
         state: TrainingState,
-        loss: LossStep,
+        loss: StudentLoss,
         batches: Source,
         checkpoint: Path | None,
         identity: str,
@@ -145,6 +145,8 @@ class _Trunk:
             self._train(plan)
             loss = self._state.losses[-1][1]
         self._hook(self._state.step)
+        # Measuring needs the memory, and may push out of the kernels' tables those that a recorded step reads.
+        self._loss.release()
         self._student.train(False)
         values = measure(self._student, tokens)
         self._student.train()

@@ -74,6 +74,12 @@ class StudentLoss:
         key = (batch.num_labels, self._student.config.fa["rope_share"])
         return self._replay(work, batch.ids_BT, key)
 
+    def release(self) -> None:
+        """Frees what a replayed step holds; the next steps record it anew."""
+        if self._replay is not None:
+            self._replay.forget()
+            self._held = {}
+
     def _hold(self, arrays: Arrays) -> Arrays:
         """The arrays in tensors that are the same ones in every step of a shape."""
         if {k: v.shape for k, v in arrays.items()} != {k: v.shape for k, v in self._held.items()}:

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archsearch.training.replay import WARMUP_CALLS, Player, Replay, Work, record_cuda_graph
+from archsearch.training.replay import (
+    GRADIENT_TOLERANCE,
+    RESULT_TOLERANCE,
+    WARMUP_CALLS,
+    Player,
+    Recorder,
+    Replay,
+    Work,
+    record_cuda_graph,
+)
 
 
 class Model:
@@ -96,23 +105,87 @@ def test_another_key_or_shape_is_recorded_anew() -> None:
     assert tape.recorded == 3
 
 
-@pytest.mark.parametrize("recorder", [refuse, Tape(error=0.1), Tape(gradient_error=0.1)])
+def elsewhere(work: Work, static: Tensor, parameters: Sequence[nn.Parameter]) -> Player:
+    """A Recorder whose gradients land on another parameter as well."""
+    play = Tape()(work, static, parameters)
+
+    def wrong() -> Tensor:
+        found = play()
+        parameters[1].grad = torch.zeros_like(parameters[1])
+        return found
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [
+        (refuse, "operation not permitted"),
+        (Tape(error=2 * RESULT_TOLERANCE), "it gives another result"),
+        (Tape(gradient_error=2 * GRADIENT_TOLERANCE), "its gradients differ by 0.2"),
+        (elsewhere, "it gives gradients to other parameters"),
+    ],
+)
 def test_what_cannot_be_replayed_goes_on_as_it_is(
-    recorder: Tape, caplog: pytest.LogCaptureFixture
+    recorder: Recorder, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model()
     with caplog.at_level(logging.WARNING):
         check_equal(Replay(model.parameters, recorder), model, inputs(WARMUP_CALLS + 3))
     (record,) = caplog.records
+    assert f"cannot be replayed ({reason}" in record.getMessage()
+
+
+def test_a_number_of_one_batch_in_a_recording_is_found_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Model()
+    replay = Replay(model.parameters, Tape())
+    for x in inputs(WARMUP_CALLS + 3):
+        # Not all of what the work depends on is in its input.
+        wanted = model(x * x.sum())
+        expected = model.taken()[0]
+        size = x.sum()
+        torch.testing.assert_close(replay(lambda x, size=size: model(x * size), x), wanted)
+        torch.testing.assert_close(model.taken()[0], expected)
+    (record,) = caplog.records
     assert "cannot be replayed" in record.getMessage()
+
+
+def test_what_is_forgotten_is_recorded_anew() -> None:
+    model, tape = Model(), Tape()
+    replay = Replay(model.parameters, tape)
+    for _ in range(2):
+        check_equal(replay, model, inputs(WARMUP_CALLS + 2))
+        replay.forget()
+    assert tape.recorded == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_graphs_equal_unrecorded_calls() -> None:
+def test_cuda_graphs_equal_unrecorded_calls(caplog: pytest.LogCaptureFixture) -> None:
     model = Model("cuda")
     replay = Replay(model.parameters, record_cuda_graph)
     check_equal(replay, model, inputs(WARMUP_CALLS + 4, "cuda"))
     calls = model.calls
     replay(model, inputs(1, "cuda")[0])
     assert model.calls == calls
+    assert caplog.records == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_work_that_waits_for_the_gpu_goes_on_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model, before = Model("cuda"), torch.cuda.current_stream()
+
+    def waits(x: Tensor) -> Tensor:
+        return model(x) * float(x.new_ones(()))
+
+    replay = Replay(model.parameters, record_cuda_graph)
+    for x in inputs(WARMUP_CALLS + 3, "cuda"):
+        wanted, expected = model(x), model.taken()[0]
+        torch.testing.assert_close(replay(waits, x), wanted)
+        torch.testing.assert_close(model.taken()[0], expected)
+    (record,) = caplog.records
+    assert "cannot be replayed" in record.getMessage()
+    assert torch.cuda.current_stream() == before
