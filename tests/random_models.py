@@ -24,7 +24,12 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
 
 
 def random_teacher(
-    family: str = "llama", *, num_layers: int = 3, tied: bool = False, seed: int = 0
+    family: str = "llama",
+    *,
+    num_layers: int = 3,
+    head_dim: int = 8,
+    tied: bool = False,
+    seed: int = 0,
 ) -> Teacher:
     """A teacher of 4 query and 2 KV heads whose heads matter: weights are far larger than at an init."""
     hf_config = CONFIGS[family](
@@ -34,7 +39,7 @@ def random_teacher(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
     )

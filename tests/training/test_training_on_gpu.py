@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
-from archsearch.config import DistillConfig
+from archsearch.config import DistillConfig, SupernetConfig
 from archsearch.headmap import HeadMap
 from archsearch.models.cut import cut
+from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import Teacher
+from archsearch.training.align import align
 from archsearch.training.distill import distill, student_loss
 from archsearch.training.losses import HeadProducts
 from archsearch.training.readings import distill_with_readings
@@ -91,16 +94,60 @@ def test_every_form_learns(form: str, packed: bool) -> None:
     assert result.last_loss < 0.95 * result.first_loss
 
 
-def test_a_replayed_distillation_is_the_distillation() -> None:
-    teacher, found = on_gpu(random_teacher()), []
+def kernel_teacher() -> Teacher:
+    """On the GPU, with heads that every kernel takes."""
+    return on_gpu(random_teacher(head_dim=64))
+
+
+@pytest.mark.parametrize("form", ["exact", *FORMS])
+@pytest.mark.parametrize("options", [{}, {"trainable": "all", "ce_weight": 0.1}])
+def test_a_replayed_distillation_is_the_distillation(
+    form: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    if form == "mean_row" and options:
+        pytest.skip("mean_row needs a head that is not trained")
+    teacher, found = kernel_teacher(), []
+    options = {"teacher_logits": form, "top_k": 300, **options}
     for replay in (False, True):
-        config = CONFIG.model_copy(update={"replay": replay})
+        config = CONFIG.model_copy(update={"replay": replay, **options})
         found.append(
             distill(student_of(teacher), teacher, random_batches, tokens=30 * 384, config=config)
         )
+    assert "cannot be replayed" not in caplog.text
     assert found[1].first_loss == pytest.approx(found[0].first_loss, rel=1e-2)
     gain = found[0].first_loss - found[0].last_loss
     assert found[1].last_loss == pytest.approx(found[0].last_loss, abs=0.2 * gain)
+
+
+def test_a_replayed_alignment_is_the_alignment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher, errors = kernel_teacher(), []
+    for replay in (False, True):
+        config = SupernetConfig(tokens=40 * 384, learning_rate=2e-3, replay=replay)
+        supernet = Supernet.migrated(teacher, config.gdn)
+        align(
+            teacher,
+            supernet,
+            random_batches,
+            config,
+            checkpoint=tmp_path / f"{replay}.safetensors",
+            heldout_NT=random_tokens(4, 48),
+        )
+        errors.append(supernet.meta["metrics"]["error_by_head"])
+    assert "cannot be replayed" not in caplog.text
+    torch.testing.assert_close(*(torch.tensor(x) for x in errors), rtol=0.05, atol=0.01)
+
+
+def test_recordings_of_students_do_not_pile_up() -> None:
+    teacher, used = kernel_teacher(), []
+    config = CONFIG.model_copy(update={"replay": True})
+    for _ in range(6):
+        distill(student_of(teacher), teacher, random_batches, tokens=6 * 384, config=config)
+        torch.cuda.empty_cache()
+        used.append(torch.cuda.memory_reserved())
+    # The first ones compile, tune and make room for what libraries keep.
+    assert used[-1] <= used[2]
 
 
 def test_all_weights_and_all_terms_learn() -> None:
