@@ -34,7 +34,7 @@ from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import RunConfig, ScoreMethod
 from ..data.niah import Probe, stack
 from ..errors import ConfigError
-from ..evaluation.divergence import TeacherReference, divergence_at, final_hidden, head_weight
+from ..evaluation.divergence import TeacherReference, divergence_at, final_hidden
 from ..headmap import HeadMap, Operator
 from ..metrics import COSTS, RetrievalKind, metric_name
 from ..models.cut import cut
@@ -42,6 +42,7 @@ from ..models.kernels import use_kernels
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
 from ..rundir import RunDir, score_file
+from ..scoring.streams import tail_precision
 from ..search.seeds import ScoreTables, read_scores
 from ..search.space import analytic_costs
 from ..search.trial import EVALUATION_TOKENS, HELDOUT_FILE, SUPERNET_FILE, evaluation_probes
@@ -120,7 +121,7 @@ class Readings:
         device = teacher.device
         self._text = tuple(text_RT.shape)
         reference = TeacherReference(teacher, text_RT, batch_tokens=batch_tokens)
-        self._weight_VC = head_weight(teacher.model)
+        self._weight_VC = reference.weight_VC
         self._target = reference.target(self._weight_VC)
         prompts = stack(probes, right=True)
         # The last column predicts nothing that is asked.
@@ -158,7 +159,9 @@ class Readings:
             )
             num_rows, num_tokens = self._text
             text_MC = hidden_BTC[:num_rows, :num_tokens].flatten(0, 1)
-            kl, top1 = divergence_at(self._target, self._weight_VC, text_MC.unsqueeze(0))
+            # TF32 holds numbers that were bf16 as they are: products stay exact, and the head is faster.
+            with tail_precision(model.dtype):
+                kl, top1 = divergence_at(self._target, self._weight_VC, text_MC.unsqueeze(0))
             agreement = (top1 == self._target.top1_M).double().mean()
             nll_A, right_A = self._answers(model, hidden_BTC[num_rows:])
             wrong_P = torch.zeros(self._mean_KP.shape[1], dtype=torch.float64, device=nll_A.device)
