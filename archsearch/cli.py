@@ -150,6 +150,9 @@ def fidelity(
     share: Annotated[
         float, typer.Option(metavar="S", help="Share of full-attention heads of the good maps.")
     ] = 0.125,
+    keep_logits: Annotated[
+        bool, typer.Option("--keep-logits", help="Leaves RUN/teacher_logits to the next call.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stops after the plan.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -164,7 +167,9 @@ def fidelity(
         plan, printer = plan_fidelity(RunDir(run), options), Printer()
         for line in plan.lines():
             printer.line(line)
-        failures = {} if dry_run else run_fidelity(RunDir(run), plan, printer).failures
+        if dry_run:
+            return
+        failures = run_fidelity(RunDir(run), plan, printer, keep_logits=keep_logits).failures
         if failures:
             raise RunFault(
                 f"{len(failures)} maps failed; fidelity.json has the causes, and the same command tries them again"

@@ -33,7 +33,7 @@ MAPS = 12
 FACTOR = 8
 """Times the run's longest proxy that maps are trained by default."""
 PARTS = (1 / 80, 1 / 40, 1 / 20, 1 / 10, 1 / 5, 1 / 2)
-"""Where a run is read by default, as parts of its tokens, beside 0, the run's own proxies and the end."""
+"""Where a map is read by default, as parts of its tokens, beside 0, the search's own proxies and the end."""
 GOOD_PART, REPEATED_PART = 2 / 3, 1 / 4
 """Of all maps."""
 TRAINING_COST = 4
@@ -98,7 +98,7 @@ class FidelityPlan:
             f"  maps      {len(subjects)}: {len(good)} good ones{share}, {len(subjects) - len(good)} at other shares; "
             f"{self.repeats} of all again with another seed",
             f"  training  {settings.tokens:,} tokens a map, read at {read}; {settings.trained_tokens:,} with the "
-            f"forks of these readings{text}",
+            f"forks of these readings{_as_trials(settings)}{text}",
             f"  in all about {duration(self.seconds)}: {self.missing} maps are missing, {duration(self.map_seconds)} "
             f"each, {self.workers} {executor} worker(s)",
         ]
@@ -163,12 +163,20 @@ def _settings(config: RunConfig, options: Options, run_dir: RunDir, old: Study |
     beyond = [length for length in options.lengths if not 0 <= length <= tokens]
     if beyond:
         raise ConfigError(f"--at {beyond[0]}: allowed: 0 to {tokens}, the tokens of a map")
+    # A study of an earlier version, which read them off its trunk, goes on as it began.
+    has_none = old is not None and not old.settings.proxies
+    proxies = () if has_none else _own_proxies(config, batch, steps)
     wanted: tuple[float, ...] = options.lengths
-    wanted = wanted or (*(part * tokens for part in PARTS), *config.search.proxy_tokens)
+    wanted = wanted or (
+        *(part * tokens for part in PARTS),
+        *(config.search.proxy_tokens if has_none else ()),
+    )
     counts = {0, steps, *(round(length / batch) for length in wanted if length <= tokens)}
-    lengths = tuple(batch * count for count in sorted(counts))
+    counts -= {_steps(proxy, batch) for proxy in proxies}
+    lengths = tuple(sorted({*proxies, *(batch * count for count in counts)}))
     share = config.distill.decay_share
-    found = Settings(lengths, share if share < 1 else FORK_SHARE, batch)
+    fork = share if share < 1 else FORK_SHARE
+    found = Settings(lengths, fork, batch, proxies, share if proxies else 1.0)
     if old is not None and found != old.settings:
         read = ", ".join(f"{length:,}" for length in old.settings.lengths)
         raise ConfigError(
@@ -176,6 +184,22 @@ def _settings(config: RunConfig, options: Options, run_dir: RunDir, old: Study |
             "to move that file away"
         )
     return found
+
+
+def _own_proxies(config: RunConfig, batch: int, steps: int) -> tuple[int, ...]:
+    """The search's own proxies with tokens that are shorter than so many steps."""
+    return tuple(p for p in config.search.proxy_tokens if p and _steps(p, batch) < steps)
+
+
+def _steps(proxy: int, batch: int) -> int:
+    return max(1, round(proxy / batch))
+
+
+def _as_trials(settings: Settings) -> str:
+    if not settings.proxies:
+        return ""
+    own = ", ".join(f"{tokens:,}" for tokens in settings.proxies)
+    return f", and with the search's own proxies ({own}), each trained as a trial is"
 
 
 def _subjects(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from math import inf
 
@@ -17,6 +18,7 @@ from .report.fidelity_tables import fidelity_tables
 from .report.files import write_report
 from .report.markdown import markdown_table
 from .rundir import RunDir
+from .search.trial import TEACHER_LOGITS
 from .stages import RunContext
 from .texts import write_heldout, write_training
 
@@ -24,11 +26,18 @@ TEXT = "text"
 
 
 def run_fidelity(
-    run_dir: RunDir, plan: FidelityPlan, printer: Printer, *, seconds: float = inf
+    run_dir: RunDir,
+    plan: FidelityPlan,
+    printer: Printer,
+    *,
+    seconds: float = inf,
+    keep_logits: bool = False,
 ) -> Study:
     """Trains what is missing, writes fidelity.json and the report, and prints what was found.
 
     With seconds, no map is begun that would not end within them. What failed is among the study's failures.
+    What maps share of the teacher's answers is deleted at the end, however that comes, unless keep_logits leaves it to
+    the next call.
     """
     deadline = time.monotonic() + seconds
     with run_dir, kernel_faults():
@@ -36,7 +45,11 @@ def run_fidelity(
         write_study(run_dir, plan.study)
         if plan.makes_text:
             _make_text(run_dir, plan, printer)
-        study = _train(run_dir, plan, printer, deadline) if plan.missing else plan.study
+        try:
+            study = _train(run_dir, plan, printer, deadline) if plan.missing else plan.study
+        finally:
+            if not keep_logits:
+                shutil.rmtree(run_dir / TEACHER_LOGITS, ignore_errors=True)
         study = analyse(study, targets_of(plan.config.search.objectives, study))
         write_study(run_dir, study)
         write_report(run_dir)

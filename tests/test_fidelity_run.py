@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from typer.testing import CliRunner
 
 from archsearch.cli import app
 from archsearch.configfile import load_config
+from archsearch.console import Printer
 from archsearch.fidelity.records import LongSpec, Settings, Study, read_study
 from archsearch.fidelity.worker import LongWorker
+from archsearch.fidelity_plan import Options, plan_fidelity
+from archsearch.fidelity_run import run_fidelity
 from archsearch.headmap import HeadMap
 from archsearch.lab import proxy_fidelity
 from archsearch.rundir import RunDir
-from archsearch.search.records import TrialSpec
+from archsearch.search.records import TrialSpec, trained_path
 from archsearch.search.trial import TrialWorker
 
 CONFIG = """\
@@ -91,7 +95,8 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(searched: Path) -> None
 def test_every_map_is_read_at_every_length(studied: tuple[Path, str]) -> None:
     run, output = studied
     study = study_of(run)
-    assert study.settings == Settings((0, 96, 192, 384), 0.2, 96)
+    assert study.settings == Settings((0, 96, 192, 384), 0.2, 96, proxies=(192,))
+    assert study.settings.trained_tokens == 384 + round(0.2 * 96) + 192
     assert len(study.subjects) == 5
     assert len(study.runs) == 6
     assert not study.failures
@@ -225,6 +230,70 @@ def test_a_checkpoint_is_gone_on_from(
     plain = worker(replace(short, settings=Settings((0, 192, 384), 0.5, 96), checkpoint=None))
     assert whole.readings[:2] == begun.readings, "not made again"
     assert whole.readings[2].metrics == plain.readings[2].metrics
+
+
+@pytest.mark.parametrize("decay_share", [1.0, 0.5])
+def test_own_proxies_are_read_as_trials_are(
+    searched: Path, studied: tuple[Path, str], tmp_path: Path, decay_share: float
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(searched, run)
+    config = RunDir(run).load_config().model_dump(mode="json", by_alias=True)
+    # A fork of 288 tokens leaves after 192, and the last proxy goes on from there.
+    proxies = (96, 288, 480)
+    config["search"]["proxy_tokens"] = proxies
+    config["distill"]["decay_share"] = decay_share
+    payload = {"config": config, "run_dir": str(run)}
+    head_map = study_of(studied[0]).subjects[0].head_map
+    trial, parent, expected = TrialWorker(payload), None, []
+    for rung, tokens in enumerate(proxies, start=1):
+        spec = TrialSpec(0, head_map.to_json(), tokens, parent, rung=rung)
+        expected.append(trial(spec).metrics)
+        parent = str(trained_path(run, spec))
+    # The study's own text, which is longer, is for the long run alone.
+    worker = LongWorker({**payload, "train_dir": str(studied[0] / "fidelity")})
+    settings = Settings((0, *proxies, 576), 0.5, 96, proxies, decay_share)
+    found = worker(LongSpec(head_map.to_json(), settings)).readings
+    assert [reading.tokens for reading in found] == [0, *proxies, 576]
+    assert [reading.metrics for reading in found[1:-1]] == expected
+    assert len({reading.metrics["kl"] for reading in found}) == len(found)
+
+
+def test_studies_of_before_go_on_as_they_began(studied: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(studied[0], run)
+    data = json.loads((run / "fidelity.json").read_text())
+    del data["settings"]["proxies"], data["settings"]["proxy_decay_share"]
+    (run / "fidelity.json").write_text(json.dumps(data))
+    old = Settings((0, 96, 192, 384), 0.2, 96)
+    for options in ((*OPTIONS, *SHARE), ()):
+        status, output = call("fidelity", run, *options, "--dry-run")
+        assert status == 0, output
+        assert "0 maps are missing" in output
+        assert "as a trial" not in output
+        assert study_of(run).settings == old
+
+
+@pytest.mark.parametrize("end", ["done", "kept", "interrupted"])
+def test_what_maps_share_goes_at_the_end(
+    searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(searched, run)
+    shared = run / "teacher_logits" / "0"
+    shared.mkdir(parents=True)
+
+    def answer(worker: LongWorker, spec: LongSpec) -> Any:
+        assert shared.exists()
+        if end == "interrupted":
+            raise KeyboardInterrupt
+        raise ValueError("broken")
+
+    monkeypatch.setattr(LongWorker, "__call__", answer)
+    plan = plan_fidelity(RunDir(run), Options({"good": 1, "mixed": 1}, 192, share=0.5))
+    with nullcontext() if end != "interrupted" else pytest.raises(KeyboardInterrupt):
+        run_fidelity(RunDir(run), plan, Printer(), keep_logits=end == "kept")
+    assert shared.exists() == (end == "kept")
 
 
 def test_text_is_made_where_the_runs_own_is_too_short(studied: tuple[Path, str]) -> None:

@@ -24,10 +24,15 @@ class Settings:
     """How every map of a study is trained."""
 
     lengths: tuple[int, ...]
-    """Tokens at which a run is read, from 0 to its end."""
+    """Tokens at which a map is read, from 0 to the end."""
     decay_share: float
-    """Share of a reading's tokens over which its rate falls."""
+    """Share of a reading's tokens, the last ones, over which its fork's rate falls."""
     batch_tokens: int
+    proxies: tuple[int, ...] = ()
+    """Those of the lengths that are the search's own proxies: there a map is trained as a trial is, by itself. Studies of
+    earlier versions have none, and read all lengths off one trunk."""
+    proxy_decay_share: float = 1.0
+    """distill.decay_share, which says what a trial of a later proxy goes on from."""
 
     @property
     def tokens(self) -> int:
@@ -35,9 +40,17 @@ class Settings:
         return self.lengths[-1]
 
     @property
+    def trunk_lengths(self) -> tuple[int, ...]:
+        """Lengths that are read off one run at a constant rate."""
+        return tuple(length for length in self.lengths if length not in self.proxies)
+
+    @property
     def trained_tokens(self) -> int:
-        """Tokens of a whole run and of the forks that its shorter readings take."""
-        return self.tokens + round(self.decay_share * sum(self.lengths[:-1]))
+        """Tokens of a whole run, of the forks that its shorter readings take, and of the proxies."""
+        forks = self.decay_share * sum(self.trunk_lengths[:-1])
+        again = self.proxy_decay_share * sum(self.proxies[:-1])
+        proxies = max(self.proxies, default=0) + (again if self.proxy_decay_share < 1 else 0)
+        return self.tokens + round(forks + proxies)
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,7 @@ class Study:
             raise ValueError(f"schema {found!r} is not {SCHEMA}")
         try:
             shape = ModelShape(**data["model"])
-            settings = Settings(**_tuples(data["settings"], "lengths"))
+            settings = Settings(**_tuples(data["settings"], "lengths", "proxies"))
             ranges = ("spearman_range", "regret_range")
             return cls(
                 shape,
@@ -222,5 +235,5 @@ def _run(row: dict[str, Any]) -> Run:
 
 
 def _tuples(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    lists = {name: tuple(row[name]) for name in names if row[name] is not None}
+    lists = {name: tuple(row[name]) for name in names if row.get(name) is not None}
     return {**row, **lists}

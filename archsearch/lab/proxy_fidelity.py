@@ -108,6 +108,9 @@ def main() -> None:
     parser.add_argument("--at", type=int, nargs="*", default=AT, help="tokens of the readings")
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=inf, help="most in all")
+    parser.add_argument(
+        "--keep-logits", action="store_true", help="leaves the teacher's answers to the next call"
+    )
     parser.add_argument("--dry-run", action="store_true", help="stops after the plan")
     parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
@@ -125,7 +128,8 @@ def main() -> None:
         printer.line(line)
     if args.dry_run:
         return
-    study = run_fidelity(run_dir, plan, printer, seconds=args.seconds - ANALYSIS_SECONDS)
+    seconds = args.seconds - ANALYSIS_SECONDS
+    study = run_fidelity(run_dir, plan, printer, seconds=seconds, keep_logits=args.keep_logits)
     book = LabBook(plan.config.seed)
     record(study, targets_of(plan.config.search.objectives, study), book)
     book.write(args.figures)

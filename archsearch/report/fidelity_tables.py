@@ -43,11 +43,13 @@ def _table(study: Study, metric: str) -> Table:
     if ceilings:
         lines.append(("the long training with another seed", "100%", *_ceilings(ceilings, groups)))
     columns = [name for group in groups for name in _columns(rows, group)]
+    own = ", ".join(f"{tokens:,}" for tokens in study.settings.proxies)
+    trials = f" At {own} tokens maps are trained as the search's trials are." if own else ""
     return Table(
         f"How well a short look predicts {metric} after {study.settings.tokens:,} tokens",
         ("proxy", "tokens", *columns),
         tuple(lines),
-        f"{NOTE}{_noise(ceilings)}",
+        f"{NOTE}{trials}{_noise(ceilings)}",
         frozenset(_strong(by_place, places, groups)),
     )
 

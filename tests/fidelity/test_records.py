@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,8 @@ def test_readings_are_found_by_their_tokens(study: Study) -> None:
         run.value("kl", 300)
     assert study.settings.tokens == 1000
     assert study.settings.trained_tokens == 1000 + 60
+    own = replace(study.settings, proxies=(100, 200))
+    assert own.trunk_lengths == (0, 1000)
+    # From the end of one proxy to the next, or from where the first one's rate began to fall.
+    assert own.trained_tokens == 1000 + 200
+    assert replace(own, proxy_decay_share=0.3).trained_tokens == 1000 + 200 + 30
