@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError
+from .json_objects import Field, read_objects
 from .niah import Probe
 from .prompts import encode
 
-REQUIRED = ("prompt", "answer")
-GROUPING = {"kind": (str, "a string"), "keys": (int, "an integer")}
-"""The fields that tell groups of prompts apart, with their type, also in words."""
-OPTIONAL = (*GROUPING, "tokens")
-"""tokens, the length of a prompt, is not read: tokenizers differ."""
+GROUPING = {"kind": Field(str), "keys": Field(int)}
+"""The fields that tell groups of prompts apart."""
+FIELDS = {
+    "prompt": Field(required=True),
+    "answer": Field(required=True),
+    **GROUPING,
+    # The length of a prompt is not read: tokenizers differ.
+    "tokens": Field(None),
+}
 
 
 def read_answers(
@@ -34,8 +33,7 @@ def read_answers(
     that takes more than max_tokens; `FILE: ...` for a file that is empty or cannot be read.
     """
     probes = []
-    for where, line in _lines(path):
-        fields = _fields(line, where)
+    for where, fields in read_objects(path, FIELDS):
         prompt = encode(tokenizer, fields["prompt"])
         whole = encode(tokenizer, fields["prompt"] + fields["answer"])
         answer = whole[len(prompt) :]
@@ -56,40 +54,3 @@ def read_answers(
     if not probes:
         raise ConfigError(f"{path}: holds no prompts; allowed: a line of JSON for each")
     return probes
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each after its file and number."""
-    try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-
-
-def _fields(line: str, where: str) -> dict[str, Any]:
-    allowed = f"allowed: {', '.join((*REQUIRED, *OPTIONAL))}"
-    try:
-        data: Any = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); allowed: an object a line") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: a {type(data).__name__}; allowed: an object a line")
-    unknown = [name for name in data if name not in (*REQUIRED, *OPTIONAL)]
-    if unknown:
-        raise ConfigError(f"{where}: field {unknown[0]} is unknown; {allowed}")
-    for name in REQUIRED:
-        if not isinstance(data.get(name), str) or not data[name].strip():
-            raise ConfigError(
-                f"{where}: field {name} is no text; allowed: a string that is not blank"
-            )
-    for name, (kind, words) in GROUPING.items():
-        # JSON's true is an int to Python; null is as good as nothing.
-        if type(data.get(name)) not in (kind, NoneType):
-            raise ConfigError(f"{where}: field {name} is {data[name]!r}; allowed: {words}")
-    return data

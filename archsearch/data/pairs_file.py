@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError
+from .json_objects import Field, read_objects
 from .niah import Misaligned, Pair, Probe, align
 
-REQUIRED = ("clean", "corrupt", "answer", "distractor")
 DEFAULTS = {"capability": "user", "probe": "pairs"}
 """Fields that a line may leave out, with what holds then."""
+FIELDS = {
+    **dict.fromkeys(("clean", "corrupt", "answer", "distractor"), Field(required=True)),
+    **dict.fromkeys(DEFAULTS, Field()),
+}
 OPENING = "([{<\"'"
 """After these at the end of a prompt, the answer follows without a space."""
 
@@ -30,8 +31,9 @@ def read_pairs(
     whose tokens do not line up, or whose prompt and answer take more than max_tokens; `FILE: ...` for a file without pairs or one that cannot be read.
     """
     found: dict[str, dict[str, list[Probe]]] = {}
-    for where, line in _lines(path):
-        fields = _fields(line, where)
+    for where, given in read_objects(path, FIELDS):
+        _check_differences(given, where)
+        fields = DEFAULTS | given
         capability, name = fields["capability"], fields["probe"]
         probe = _probe(fields, tokenizer, where)
         if max_tokens is not None and probe.context > max_tokens:
@@ -45,44 +47,10 @@ def read_pairs(
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each after its file and number."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error})") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _fields(line: str, where: str) -> dict[str, str]:
-    """A line's fields, defaults included."""
-    allowed = f"allowed: {', '.join((*REQUIRED, *DEFAULTS))}"
-    try:
-        data: Any = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); allowed: an object a line") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: a {type(data).__name__}; allowed: an object a line")
-    for name in REQUIRED:
-        if name not in data:
-            raise ConfigError(f"{where}: field {name} is missing; {allowed}")
-    for name, value in data.items():
-        if name not in (*REQUIRED, *DEFAULTS):
-            raise ConfigError(f"{where}: field {name} is unknown; {allowed}")
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"{where}: field {name} is a {type(value).__name__}; allowed: a string"
-            )
-        if not value.strip():
-            raise ConfigError(f"{where}: field {name} is empty; allowed: text")
+def _check_differences(fields: dict[str, str], where: str) -> None:
     for name, other in (("corrupt", "clean"), ("distractor", "answer")):
-        if data[name] == data[other]:
+        if fields[name] == fields[other]:
             raise ConfigError(f"{where}: field {name} equals {other}; allowed: another text")
-    return DEFAULTS | data
 
 
 def _probe(fields: dict[str, str], tokenizer: PreTrainedTokenizerBase, where: str) -> Probe:

@@ -53,9 +53,9 @@ def test_a_context_is_the_power_of_two_that_holds_the_tokens(
     [
         ("{", r":2: not JSON \(.*\); allowed: an object a line"),
         ([1], ":2: a list; allowed: an object a line"),
-        ({"prompt": "a"}, ":2: field answer is no text; allowed"),
-        (LINE | {"answer": 7}, ":2: field answer is no text; allowed"),
-        (LINE | {"prompt": "  "}, ":2: field prompt is no text; allowed"),
+        ({"prompt": "a"}, ":2: field answer is missing; allowed: prompt, answer, kind"),
+        (LINE | {"answer": 7}, ":2: field answer is 7; allowed: a string that is not blank"),
+        (LINE | {"prompt": "  "}, ":2: field prompt is '  '; allowed: a string"),
         (LINE | {"kind": ["a"]}, r":2: field kind is \['a'\]; allowed: a string"),
         (LINE | {"kind": 4}, ":2: field kind is 4; allowed: a string"),
         (LINE | {"keys": "4"}, ":2: field keys is '4'; allowed: an integer"),

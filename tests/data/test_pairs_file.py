@@ -38,7 +38,7 @@ def test_pairs_come_by_capability_and_probe(file: Path) -> None:
         GOOD | {"capability": "logic"},
         "\n",
         GOOD | {"capability": "logic", "probe": "owners"},
-        GOOD | {"probe": "pairs", "clean": "Anna is", "corrupt": "Ruth is"},
+        GOOD | {"probe": None, "clean": "Anna is", "corrupt": "Ruth is"},
     ]
     found = read_pairs(write(file, *lines), byte_tokenizer())
     counts = {name: {k: len(v) for k, v in probes.items()} for name, probes in found.items()}
@@ -79,10 +79,11 @@ def test_unicode_counts_as_written(file: Path) -> None:
             r"field corrupt is missing; allowed: clean, corrupt, answer, distractor, ",
         ),
         (GOOD | {"anwser": "x"}, "field anwser is unknown; allowed: clean, .*, capability, probe"),
-        (GOOD | {"answer": 7}, "field answer is a int; allowed: a string"),
-        (GOOD | {"probe": None}, "field probe is a NoneType; allowed: a string"),
-        (GOOD | {"clean": " "}, "field clean is empty; allowed: text"),
-        (GOOD | {"capability": ""}, "field capability is empty; allowed: text"),
+        (GOOD | {"answer": 7}, "field answer is 7; allowed: a string that is not blank"),
+        (GOOD | {"answer": None}, "field answer is missing; allowed: clean, "),
+        (GOOD | {"probe": [1]}, r"field probe is \[1\]; allowed: a string that is not blank"),
+        (GOOD | {"clean": " "}, "field clean is ' '; allowed: a string that is not blank"),
+        (GOOD | {"capability": ""}, "field capability is ''; allowed: a string that is"),
         (GOOD | {"corrupt": GOOD["clean"]}, "field corrupt equals clean; allowed: another text"),
         (GOOD | {"distractor": "Anna"}, "field distractor equals answer; allowed: another text"),
         (
