@@ -18,6 +18,8 @@ from .loop import TrainingState
 from .masters import MOMENTS, Masters
 
 SCHEMA = 1
+SHOWN = 40
+"""Characters of a setting up to which an error shows it."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,34 @@ def _check(metadata: dict[str, str], path: Path, identity: str) -> None:
         )
     if metadata.get("identity") != identity:
         raise ConfigError(
-            f"checkpoint {path}: was written with other settings "
-            f"({metadata.get('identity')}, now {identity}); delete it to start this stage anew"
+            f"checkpoint {path}: was written with other settings ({_changes(metadata.get('identity'), identity)}); "
+            "delete it to start this stage anew"
         )
+
+
+def _changes(old: str | None, new: str) -> str:
+    """What differs between two identities, JSON objects or any text; of a file of an earlier version, fields may be absent."""
+    was, now = _flat(old or ""), _flat(new)
+    changes = []
+    for name in dict.fromkeys([*now, *was]):
+        values = was.get(name, "absent"), now.get(name, "absent")
+        if values[0] != values[1]:
+            is_short = max(map(len, values)) <= SHOWN
+            changes.append(f"{name} {values[0]}, now {values[1]}" if is_short else f"other {name}")
+    return "; ".join(changes)
+
+
+def _flat(identity: str) -> dict[str, str]:
+    """The fields of an identity by their dotted names."""
+    try:
+        data = json.loads(identity)
+    except ValueError:
+        data = identity
+    if not isinstance(data, dict):
+        return {"they were": str(data)}
+    flat: dict[str, str] = {}
+    for name, value in data.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        flat |= {f"{name}.{key}": json.dumps(part) for key, part in inner}
+        flat |= {} if inner else {name: json.dumps(value)}
+    return flat

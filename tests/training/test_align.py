@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from archsearch.config import GdnConfig, SupernetConfig
@@ -169,8 +172,34 @@ def test_checkpoint_of_other_settings_is_refused(
 ) -> None:
     arguments = {"checkpoint": tmp_path / "align.safetensors", "heldout_NT": random_tokens(2, 48)}
     align(teacher, Supernet.migrated(teacher, GdnConfig()), batches, config_of(2), **arguments)
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match="other settings") as error:
         align(teacher, Supernet.migrated(teacher, GdnConfig()), batches, config_of(3), **arguments)
+    assert str(error.value) == (
+        f"checkpoint {arguments['checkpoint']}: was written with other settings (tokens {2 * BATCH_TOKENS}, "
+        f"now {3 * BATCH_TOKENS}); delete it to start this stage anew"
+    )
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(
+    teacher: Teacher, batches: BatchSource, tmp_path: Path
+) -> None:
+    path = tmp_path / "align.safetensors"
+    arguments = {"checkpoint": path, "heldout_NT": random_tokens(2, 48)}
+    align(teacher, Supernet.migrated(teacher, GdnConfig()), batches, config_of(2), **arguments)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    identity = json.loads(metadata["identity"])
+    # That version lacked two of today's settings, and had one that is no more.
+    del identity["init"]["bias"], identity["stop_below"]
+    identity |= {"threads": 4, "teacher": "x" * 99}
+    save_file(load_file(path), path, {**metadata, "identity": json.dumps(identity)})
+    with pytest.raises(ConfigError) as error:
+        align(teacher, Supernet.migrated(teacher, GdnConfig()), batches, config_of(2), **arguments)
+    bias = config_of(2).init.bias
+    assert str(error.value) == (
+        f'checkpoint {path}: was written with other settings (init.bias absent, now "{bias}"; '
+        "stop_below absent, now null; other teacher; threads 4, now absent); delete it to start this stage anew"
+    )
 
 
 def test_damaged_checkpoint_is_named(
