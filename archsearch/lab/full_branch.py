@@ -87,6 +87,8 @@ class Bench:
     contexts: Sequence[int]
     book: LabBook
     rows: list[tuple[str, str, dict[str, float]]] = field(default_factory=list)
+    compared_to: str | None = "RoPE"
+    """The case that the others are held against."""
 
     @classmethod
     def open(cls, run: RunDir, method: str, share: float, contexts: Sequence[int]) -> Bench:
@@ -157,7 +159,7 @@ class Bench:
         values |= retrieval(student, asked, batch_tokens=tokens)
         for name, value in values.items():
             unit = "share" if "_match" in name or name == "top1_agreement" else "nats/token"
-            compared = None if case == "RoPE" else "RoPE"
+            compared = None if case == self.compared_to else self.compared_to
             facts = {"case": case, "stage": stage, "map": list(self.head_map.layers)}
             self.book.add(f"{name}, {case}, {stage}", value, unit, compared, **facts)
         self.rows.append((case, stage, values))
