@@ -56,7 +56,8 @@ def random_supernet(teacher: Teacher, *, seed: int = 1) -> Supernet:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in supernet.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * drawn.to(parameter.device))
     return supernet.eval().requires_grad_(False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from archsearch.models.teacher import Teacher
 from archsearch.training.align import align
 from archsearch.training.distill import distill, student_loss
 from archsearch.training.losses import HeadProducts
-from archsearch.training.readings import distill_with_readings
 from archsearch.training.student import in_training
 from archsearch.training.teacher_logits import FORMS
 from tests.random_models import random_supernet, random_teacher, random_tokens
+from tests.training import resuming
 from tests.training.conftest import random_batches
 
 pytestmark = [
@@ -158,20 +159,8 @@ def test_all_weights_and_all_terms_learn() -> None:
     assert result.last_loss < 0.95 * result.first_loss
 
 
-def test_readings_resume(tmp_path: Path) -> None:
-    teacher = on_gpu(random_teacher())
-    config = CONFIG.model_copy(update={"decay_share": 0.25})
-    found = [
-        distill_with_readings(
-            student_of(teacher),
-            teacher,
-            random_batches,
-            readings=readings,
-            measure=lambda student, _: {"norm": float(student.lm_head.weight.float().norm())},
-            config=config,
-            checkpoint=tmp_path / "run.safetensors",
-        )
-        for readings in ([0, 8 * 384], [0, 8 * 384, 16 * 384])
-    ]
-    assert [reading.tokens for reading in found[1]] == [0, 8 * 384, 16 * 384]
-    assert found[1][:2] == found[0]
+@pytest.mark.parametrize("kind", [resuming.reads_student, resuming.aligns])
+def test_a_resumed_run_is_as_near_to_a_whole_one_as_two_whole_ones_are(
+    kind: Callable[[Teacher], resuming.Train], tmp_path: Path
+) -> None:
+    resuming.check_resumed_equals_whole(kind(kernel_teacher()), tmp_path, steps=(5, 10))
