@@ -77,8 +77,8 @@ def _fitting_batch(model: PreTrainedModel, length: int) -> int:
     config = model.config
     heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
     elements = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", 0) or heads)
-    sequence_bytes = elements * (dim or config.hidden_size // heads) * length * model.dtype.itemsize
-    memory = torch.cuda.get_device_properties(model.device).total_memory
+    sequence_bytes: int = elements * (dim or config.hidden_size // heads) * length * model.dtype.itemsize
+    memory: int = torch.cuda.get_device_properties(model.device).total_memory
     fitting = int(CACHE_SHARE * memory) // sequence_bytes
     return min(GPU_BATCHES[1], max(GPU_BATCHES[0], 1 << max(0, fitting.bit_length() - 1)))
 
