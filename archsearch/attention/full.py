@@ -154,23 +154,24 @@ class FullHeads(nn.Module):
     def forward(
         self,
         x_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         mask: Mask | None = None,
         store: KeyValueStore | None = None,
         keys_values: KeysValues | None = None,
         *,
-        positions: FullPositions | None = None,
+        own_positions: FullPositions | None = None,
     ) -> Tensor:
         """Head outputs [B, T, n, D]; appends the new keys (rotated where there is RoPE) and values to store.
 
-        keys_values: what the method of that name gave for x, where the caller has it already. positions: what goes
-        before position_embeddings, where the heads do not see positions as the teacher's do.
+        rope: the teacher's tables at the tokens' positions. own_positions: what these heads have in its place, where
+        config.fa changes how they see positions. keys_values: what the method of that name gave for x, where the
+        caller has it already.
         """
         kv = self.keys_values(x_BTC) if keys_values is None else keys_values
         q_BTnD = self.q_proj(x_BTC).view(*x_BTC.shape[:2], -1, self.head_dim)
-        rope, factor_BT = positions or FullPositions(position_embeddings, None)
+        seen = own_positions or FullPositions(rope, factor_BT=None)
         q_BTnD, k_BTmD = norm_and_rotate(
-            q_BTnD, kv.k_BTmD, self.q_norm, self.k_norm, rope, factor_BT
+            q_BTnD, kv.k_BTmD, self.q_norm, self.k_norm, seen.rope, seen.factor_BT
         )
         q_BnTD, k_BmSD, v_BmSD = (x.transpose(1, 2) for x in (q_BTnD, k_BTmD, kv.v_BTmD))
         if store is not None:

@@ -96,7 +96,7 @@ class GatedDeltaHeads(nn.Module):
     def forward(
         self,
         x_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         valid_BT: Tensor | None = None,
         state: GatedDeltaState | None = None,
         *,
@@ -108,7 +108,7 @@ class GatedDeltaHeads(nn.Module):
         documents are packed into the rows, each with a memory of its own. fused=False leaves the steps after the
         recurrence to the caller, who has other heads to put beside these.
         """
-        q, k, v = self._project(x_BTC, position_embeddings, valid_BT, state, documents)
+        q, k, v = self._project(x_BTC, rope, valid_BT, state, documents)
         a_BTn, b_BTn = self.a_proj(x_BTC), self.b_proj(x_BTC)
         if valid_BT is not None:
             # Neither decay nor writing.
@@ -145,7 +145,7 @@ class GatedDeltaHeads(nn.Module):
     def _project(
         self,
         x_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         valid_BT: Tensor | None,
         state: GatedDeltaState | None,
         documents: Documents | None,
@@ -156,8 +156,7 @@ class GatedDeltaHeads(nn.Module):
         if self.conv_weight is not None:
             joined = torch.stack((q, k, v), dim=3)
             q, k, v = self._convolve(joined, valid_BT, state, documents).unbind(3)
-        tables = position_embeddings if self.rope else None
-        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, tables)
+        q, k = norm_and_rotate(q, k, self.q_norm, self.k_norm, rope if self.rope else None)
         return q, k, v
 
     def _convolve(

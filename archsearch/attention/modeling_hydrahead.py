@@ -70,14 +70,15 @@ class HybridAttention(nn.Module):
     def heads(
         self,
         x_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         mask: Mask | None = None,
         cache: LayerCache | None = None,
-        positions: FullPositions | None = None,
+        own_positions: FullPositions | None = None,
     ) -> Tensor:
         """Every head's output after fusion and before o_proj: [B, T, H, D], in the original order of heads.
 
-        positions: what full-attention heads see instead of position_embeddings, where it is not the same.
+        rope: the teacher's tables at the tokens' positions. own_positions: what full-attention heads have in its place,
+        None where they have the same.
         """
         mask = mask or Mask()
         branches, lent = [], None
@@ -85,7 +86,7 @@ class HybridAttention(nn.Module):
             keys_values = self.full.keys_values(x_BTC)
             store = None if cache is None else cache.full
             branches.append(
-                self.full(x_BTC, position_embeddings, mask, store, keys_values, positions=positions)
+                self.full(x_BTC, rope, mask, store, keys_values, own_positions=own_positions)
             )
             lent = self._lend(keys_values, cache)
         if self.gdn is not None:
@@ -94,7 +95,7 @@ class HybridAttention(nn.Module):
             together = self.full is not None and self.nha is None
             own = self.gdn(
                 x_BTC,
-                position_embeddings,
+                rope,
                 mask.valid_BT,
                 state,
                 documents=mask.documents,
@@ -107,7 +108,7 @@ class HybridAttention(nn.Module):
             window = None if cache is None else cache.nha
             if mask.documents is not None:
                 raise ValueError("NHA heads take no packed documents (cu_seqlens)")
-            branches.append(self.nha(x_BTC, position_embeddings, mask.valid_BT, window, lent))
+            branches.append(self.nha(x_BTC, rope, mask.valid_BT, window, lent))
         return scatter_heads(branches, self._order)
 
     def _lend(self, keys_values: KeysValues, cache: LayerCache | None) -> Lent | None:
@@ -131,13 +132,13 @@ class HybridAttention(nn.Module):
     def forward(
         self,
         x_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         mask: Mask | None = None,
         cache: LayerCache | None = None,
-        positions: FullPositions | None = None,
+        own_positions: FullPositions | None = None,
     ) -> Tensor:
         """The attention block's output [B, T, C]."""
-        heads_BTHD = self.heads(x_BTC, position_embeddings, mask, cache, positions)
+        heads_BTHD = self.heads(x_BTC, rope, mask, cache, own_positions)
         output: Tensor = self.o_proj(heads_BTHD.flatten(-2))
         return output
 
@@ -170,14 +171,14 @@ class HydraHeadLayer(nn.Module):
     def forward(
         self,
         hidden_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         mask: Mask | None = None,
         cache: LayerCache | None = None,
-        positions: FullPositions | None = None,
+        own_positions: FullPositions | None = None,
     ) -> Tensor:
         """[B, T, C] to [B, T, C]."""
         x_BTC = self.input_layernorm(hidden_BTC)
-        hidden_BTC = hidden_BTC + self.self_attn(x_BTC, position_embeddings, mask, cache, positions)
+        hidden_BTC = hidden_BTC + self.self_attn(x_BTC, rope, mask, cache, own_positions)
         output: Tensor = hidden_BTC + self.mlp(self.post_attention_layernorm(hidden_BTC))
         return output
 
@@ -253,11 +254,11 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
             documents = Documents.of(cu_seqlens, *hidden_BTC.shape[:2])
             position_ids = documents.positions_BT if position_ids is None else position_ids
         mask = build_mask(attention_mask, tokens, past, hidden_BTC.device, documents)
-        embeddings, positions = self._positions(position_ids, attention_mask, past, hidden_BTC)
+        rope, own_positions = self._positions(position_ids, attention_mask, past, hidden_BTC)
         states = [hidden_BTC]
         for index, layer in enumerate(self.layers):
             own = None if cache is None else cache.layers[index]
-            hidden_BTC = layer(hidden_BTC, embeddings, mask, own, positions)
+            hidden_BTC = layer(hidden_BTC, rope, mask, own, own_positions)
             if output_hidden_states:
                 states.append(hidden_BTC)
         if cache is not None:
@@ -279,9 +280,9 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
     ) -> Tensor:
         """Layers start up to, not including, stop; no cache, no final norm."""
         mask = build_mask(attention_mask, hidden_BTC.shape[1], 0, hidden_BTC.device)
-        embeddings, positions = self._positions(position_ids, attention_mask, 0, hidden_BTC)
+        rope, own_positions = self._positions(position_ids, attention_mask, 0, hidden_BTC)
         for layer in self.layers[start:stop]:
-            hidden_BTC = layer(hidden_BTC, embeddings, mask, None, positions)
+            hidden_BTC = layer(hidden_BTC, rope, mask, None, own_positions)
         return hidden_BTC
 
     def _cache(self, cache: HydraHeadCache | None, use_cache: bool | None) -> HydraHeadCache | None:
@@ -303,16 +304,16 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         past: int,
         hidden_BTC: Tensor,
     ) -> tuple[PositionEmbeddings, FullPositions | None]:
-        """RoPE tables, and what full-attention heads see instead where it is not the same."""
+        """The teacher's RoPE tables, and what full-attention heads have in their place; None where they have the same."""
         tokens, device = hidden_BTC.shape[1], hidden_BTC.device
         if position_ids is None and attention_mask is not None:
             counted = attention_mask.to(device).long().cumsum(-1) - 1
             position_ids = counted.clamp_min(0)[:, past:]
         elif position_ids is None:
             position_ids = torch.arange(past, past + tokens, device=device)[None]
-        dtype = hidden_BTC.dtype
-        full = full_positions(self.rotary, position_ids, dtype, training=self.training)
-        return self.rotary.tables(position_ids, dtype), full
+        rope = self.rotary.tables(position_ids, hidden_BTC.dtype)
+        own = full_positions(self.rotary, position_ids, hidden_BTC.dtype, training=self.training)
+        return rope, own
 
 
 class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):

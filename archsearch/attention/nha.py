@@ -112,26 +112,27 @@ class NativeHybridHeads(nn.Module):
     def forward(
         self,
         x_BTC: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rope: PositionEmbeddings,
         valid_BT: Tensor | None = None,
         state: NativeHybridState | None = None,
         lent: Lent | None = None,
     ) -> Tensor:
         """Head outputs [B, T, n, D]; reads and replaces state. Padding must be on the left.
 
-        RoPE sees distances only, and these are counted within the window; position_embeddings serve to take the
-        rotation off shared keys.
+        RoPE sees distances only, and these are counted within the window; rope, the tables at the tokens' positions,
+        serves to take the rotation off shared keys.
         """
         q_BnTD = self._queries(x_BTC)
         tokens, slots = self._new_tokens(x_BTC, valid_BT, lent), None
         if state is not None and state.held:
-            tokens = self._held_tokens(state, position_embeddings, lent).followed_by(tokens)
+            tokens = self._held_tokens(state, rope, lent).followed_by(tokens)
             slots = _slots(state)
         device = x_BTC.device
-        rope = self._rotary.tables(torch.arange(tokens.count, device=device)[None], q_BnTD.dtype)
+        places_1S = torch.arange(tokens.count, device=device)[None]
+        window_rope = self._rotary.tables(places_1S, q_BnTD.dtype)
         with torch.autocast(device.type, enabled=False):
             readers = self._readers.on(device)
-            o_BnTD, slots = attend(q_BnTD, tokens, slots, rope, readers, self.window)
+            o_BnTD, slots = attend(q_BnTD, tokens, slots, window_rope, readers, self.window)
         if state is not None:
             self._keep(state, tokens.last(self.window), slots)
         return o_BnTD.transpose(1, 2)

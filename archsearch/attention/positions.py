@@ -1,5 +1,7 @@
 """How full-attention heads see positions where that is not as the teacher's do: a share of RoPE, a factor on queries.
 
+All other heads, and these by default, see them by the teacher's RoPE tables alone.
+
 Shapes: B batch, T tokens, D head_dim.
 """
 
@@ -32,16 +34,18 @@ LOG_SCALES: dict[str, Callable[[Tensor, int], Tensor]] = {"shifted": shifted, "c
 
 
 class FullPositions(NamedTuple):
-    """rope: tables of the share of RoPE that is left, None where none is. factor_BT: what queries are multiplied by."""
+    """What full-attention heads make of their tokens' positions."""
 
     rope: PositionEmbeddings | None
+    """Tables of the share of RoPE that is left; None where none is."""
     factor_BT: Tensor | None
+    """What each query is multiplied by; None for 1."""
 
 
 def full_positions(
     rotary: Rotary, positions_BT: Tensor, dtype: torch.dtype, *, training: bool
 ) -> FullPositions | None:
-    """What config.fa makes of integer positions; None where that is what all other heads have."""
+    """What config.fa makes of integer positions; None where that is the teacher's RoPE and nothing else."""
     config = rotary.config
     options = config.fa
     share = float(options["rope_share"])

@@ -60,12 +60,10 @@ class BankLoss:
         self._roots = roots_LHDD
         self._variance_LH = variance_LH
 
-    def visit(
-        self, layer: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, o_BTHD: Tensor
-    ) -> Tensor:
+    def visit(self, layer: int, x_BTC: Tensor, rope: PositionEmbeddings, o_BTHD: Tensor) -> Tensor:
         """Error over variance of each head, [H]."""
         with torch.enable_grad():
-            twin_BTHD = self._twins[layer](x_BTC, position_embeddings)
+            twin_BTHD = self._twins[layer](x_BTC, rope)
             with full_precision(x_BTC.device):
                 error_HMD = as_o_proj_sees(twin_BTHD.float() - o_BTHD.float(), self._roots[layer])
                 squared_H = error_HMD.square().sum(-1).mean(-1)
@@ -89,10 +87,8 @@ def add_gradients(
     def work(ids_BT: Tensor) -> Tensor:
         found: list[Tensor] = []
 
-        def visit(
-            layer: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, o_BTHD: Tensor
-        ) -> None:
-            found.extend(bank.visit(layer, x_BTC, position_embeddings, o_BTHD) for bank in banks)
+        def visit(layer: int, x_BTC: Tensor, rope: PositionEmbeddings, o_BTHD: Tensor) -> None:
+            found.extend(bank.visit(layer, x_BTC, rope, o_BTHD) for bank in banks)
 
         with torch.no_grad(), mixed_precision(device, teacher.model.dtype):
             visit_layers(teacher.model, ids_BT, visit, layers)

@@ -27,7 +27,7 @@ class AttentionStatistics(NamedTuple):
 
 
 def attention_statistics(
-    full: FullHeads, x_BTC: Tensor, position_embeddings: PositionEmbeddings
+    full: FullHeads, x_BTC: Tensor, rope: PositionEmbeddings
 ) -> AttentionStatistics:
     """Statistics of a layer's heads on its input after the norm.
 
@@ -41,7 +41,7 @@ def attention_statistics(
     queries_Q = torch.linspace(
         2, num_tokens - 1, min(QUERIES, num_tokens - 2), device=device
     ).long()
-    logits_BHQT = _attention_logits(full, x_BTC, position_embeddings, queries_Q)
+    logits_BHQT = _attention_logits(full, x_BTC, rope, queries_Q)
     keys_T = torch.arange(num_tokens, device=device)
     back_QT = queries_Q.unsqueeze(1) - keys_T
     p_BHQT = logits_BHQT.masked_fill(back_QT < 0, -torch.inf).softmax(-1)
@@ -54,15 +54,15 @@ def attention_statistics(
 
 
 def _attention_logits(
-    full: FullHeads, x_BTC: Tensor, position_embeddings: PositionEmbeddings, queries_Q: Tensor
+    full: FullHeads, x_BTC: Tensor, rope: PositionEmbeddings, queries_Q: Tensor
 ) -> Tensor:
     """The scaled attention logits of some queries over all keys, [B, H, Q, T] in fp32, no mask."""
     shape = (*x_BTC.shape[:2], -1, full.head_dim)
     q_BTHD, k_BTGD = full.q_proj(x_BTC).view(shape), full.k_proj(x_BTC).view(shape)
     if full.q_norm is not None and full.k_norm is not None:
         q_BTHD, k_BTGD = full.q_norm(q_BTHD), full.k_norm(k_BTGD)
-    q_BTHD = rotate(q_BTHD, position_embeddings)[:, queries_Q]
-    k_BTGD = rotate(k_BTGD, position_embeddings)
+    q_BTHD = rotate(q_BTHD, rope)[:, queries_Q]
+    k_BTGD = rotate(k_BTGD, rope)
     k_BTHD = k_BTGD.repeat_interleave(q_BTHD.shape[2] // k_BTGD.shape[2], dim=2)
     logits_BHQT: Tensor = torch.einsum("bqhd,bthd->bhqt", q_BTHD.float(), k_BTHD.float())
     return logits_BHQT * float(full.head_dim**-0.5)

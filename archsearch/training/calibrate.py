@@ -93,11 +93,11 @@ def _set_memory(
     init: TwinInitConfig,
     layers: Collection[int],
 ) -> None:
-    def visit(layer: int, x: Tensor, position_embeddings: PositionEmbeddings, _: Tensor) -> None:
+    def visit(layer: int, x: Tensor, rope: PositionEmbeddings, _: Tensor) -> None:
         full, twin = teacher.model.model.layers[layer].self_attn.full, supernet.twins[layer]
         assert isinstance(full, FullHeads)
         assert isinstance(twin, GatedDeltaHeads)
-        found = attention_statistics(full, x, position_embeddings)
+        found = attention_statistics(full, x, rope)
         half_life_H = HALF_LIVES[init.half_life](found, init)
         # softplus(dt_bias) = ln 2 / half-life, as A_log and a_proj are zero; log(e^rate - 1) without overflow.
         rate_H = math.log(2) / half_life_H
@@ -158,8 +158,8 @@ def _fit_outputs(
             twin.bias.zero_()
     fits = {layer: OutputFit() for layer in layers}
 
-    def visit(layer: int, x: Tensor, position_embeddings: PositionEmbeddings, o: Tensor) -> None:
-        twin_BTHD = twins[layer](x, position_embeddings)
+    def visit(layer: int, x: Tensor, rope: PositionEmbeddings, o: Tensor) -> None:
+        twin_BTHD = twins[layer](x, rope)
         with full_precision(x.device):
             fits[layer].add(twin_BTHD, o)
 

@@ -61,7 +61,7 @@ class _Tap:
 
     def leave(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         assert self._entered is not None, "o_proj ran before its attention block"
-        x_BTC, position_embeddings = self._entered
+        x_BTC, rope = self._entered
         self._entered = None
         o_BTHD = args[0].unflatten(-1, (-1, self._head_dim))
-        self._visit(self._index, x_BTC, position_embeddings, o_BTHD)
+        self._visit(self._index, x_BTC, rope, o_BTHD)

@@ -103,10 +103,8 @@ class _Sums:
         self._errors = [torch.zeros_like(self._square_LH) for _ in supernets]
         self._sum_LHD = torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def add(
-        self, layer: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, o_BTHD: Tensor
-    ) -> None:
-        outputs = [twins[layer](x_BTC, position_embeddings) for twins in self._banks]
+    def add(self, layer: int, x_BTC: Tensor, rope: PositionEmbeddings, o_BTHD: Tensor) -> None:
+        outputs = [twins[layer](x_BTC, rope) for twins in self._banks]
         root_HDD = self._roots[layer]
         with full_precision(x_BTC.device):
             head_HMD = as_o_proj_sees(o_BTHD, root_HDD)

@@ -62,7 +62,7 @@ def run(heads: FullHeads) -> list[Tensor]:
         rotary.tables(positions_BT, dtype),
         build_mask(attended, TOKENS, 0, DEVICE),
         store,
-        positions=full_positions(rotary, positions_BT, dtype, training=True),
+        own_positions=full_positions(rotary, positions_BT, dtype, training=True),
     )
     weights = torch.randn(output.shape, generator=generator).to(DEVICE)
     gradients = torch.autograd.grad((output * weights).sum(), [x_BTC, *heads.parameters()])

@@ -67,7 +67,7 @@ def test_the_factor_scales_attention_logits() -> None:
     positions = full_positions(rotary, torch.arange(9)[None], x.dtype, training=False)
     assert positions is not None
     assert positions.factor_BT is not None
-    found = heads(x, tables, positions=positions)
+    found = heads(x, tables, own_positions=positions)
     for t in range(9):
         with torch.no_grad():
             heads.q_proj.weight.mul_(positions.factor_BT[0, t])

@@ -168,7 +168,7 @@ def test_without_rope_only_the_order_of_the_keys_matters_not_their_places() -> N
     rotary = Rotary(heads.full.config)
     tables = rotary.tables(torch.arange(12)[None], x.dtype)
     free = full_positions(rotary, torch.arange(12)[None], x.dtype, training=False)
-    one, other = (heads(y, tables, positions=free)[:, -1] for y in (x, x[:, order]))
+    one, other = (heads(y, tables, own_positions=free)[:, -1] for y in (x, x[:, order]))
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     one, other = (heads(y, tables)[:, -1] for y in (x, x[:, order]))
     assert not torch.allclose(one, other, atol=1e-3)
@@ -215,7 +215,7 @@ def test_amid_a_fade_only_distances_count(fade: str) -> None:
         full = all_full(rope_share=0.4, rope_fade=name).model.layers[0].self_attn.full
         rotary, places = Rotary(full.config), torch.arange(count, count + 12)[None]
         positions = full_positions(rotary, places, x.dtype, training=False)
-        output: Tensor = full(x, rotary.tables(places, x.dtype), positions=positions)
+        output: Tensor = full(x, rotary.tables(places, x.dtype), own_positions=positions)
         return output
 
     torch.testing.assert_close(shifted_by(0, fade), shifted_by(7, fade), atol=1e-4, rtol=1e-4)

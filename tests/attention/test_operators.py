@@ -117,7 +117,7 @@ def run(
     rope = Rotary(CONFIG).tables(positions, x_BTC.dtype)
     if isinstance(operator, FullHeads):
         own = full_positions(Rotary(operator.config), positions, x_BTC.dtype, training=False)
-        attended: Tensor = operator(x_BTC, rope, mask, state, positions=own)
+        attended: Tensor = operator(x_BTC, rope, mask, state, own_positions=own)
         return attended
     output: Tensor = operator(x_BTC, rope, mask.valid_BT, state)
     return output

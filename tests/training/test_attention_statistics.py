@@ -21,8 +21,8 @@ def test_even_attention_has_the_distance_and_entropy_of_counting() -> None:
         full.q_proj.weight.zero_()
     seen = []
 
-    def visit(_: int, x_BTC: Tensor, position_embeddings: PositionEmbeddings, __: Tensor) -> None:
-        seen.append(attention_statistics(full, x_BTC, position_embeddings))
+    def visit(_: int, x_BTC: Tensor, rope: PositionEmbeddings, __: Tensor) -> None:
+        seen.append(attention_statistics(full, x_BTC, rope))
 
     with torch.no_grad():
         visit_layers(teacher.model, random_tokens(2, 40), visit)
