@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.corpora import PackedBatch
-from .losses import IGNORED, next_tokens
+from .losses import next_tokens
+from .targets import IGNORED
 
 RawBatch = Tensor | PackedBatch
 """Token ids [B, T] on the CPU, or with the starts of their documents."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -75,125 +76,168 @@ def distill_with_readings(
     Raises ValueError where readings do not ascend or config.decay_share leaves no trunk, ConfigError where the
     checkpoint belongs to other settings or is past a reading that it does not hold, NonFiniteLoss.
     """
+    _check(readings, config)
+    first_BT = ids_of(next(batches(0)))
+    steps = [_steps(tokens, first_BT.numel()) for tokens in readings]
+    shortest = next((count for count in steps if count), 1)
+    warmup = min(config.warmup_steps, shortest // 2)
+    loss = student_loss(student, teacher, config, logits)
+    with in_training(student, config.trainable, checkpointing=config.checkpointing) as state:
+        data = (first_BT, ids_of(next(batches(shortest - 1))))
+        trunk = _Trunk(
+            student,
+            state,
+            loss,
+            batches,
+            measure,
+            checkpoint,
+            _identity(student, teacher, state, config, data, warmup, about),
+            before_step,
+            steps[-1],
+            progress,
+            save_seconds,
+        )
+        trunk.resume()
+        lengths = [count * first_BT.numel() for count in steps]
+        for count, tokens in zip(steps, lengths, strict=True):
+            if tokens not in trunk.done:
+                trunk.read(plan_of(config, count, warmup=warmup), tokens)
+        return [trunk.done[tokens] for tokens in lengths]
+
+
+def _check(readings: Sequence[int], config: DistillConfig) -> None:
     if list(readings) != sorted(set(readings)) or not readings or readings[0] < 0:
         raise ValueError(f"readings {list(readings)} do not ascend from 0")
     if config.decay_share >= 1:
         raise ValueError(f"decay_share {config.decay_share} leaves no steps at a constant rate")
-    batch = ids_of(next(batches(0)))
-    loss = student_loss(student, teacher, config, logits)
-    with in_training(student, config.trainable, checkpointing=config.checkpointing) as state:
-        steps = [_steps(tokens, batch.numel()) for tokens in readings]
-        first = next((count for count in steps if count), 1)
-        warmup = min(config.warmup_steps, first // 2)
-        data = (batch, ids_of(next(batches(first - 1))))
-        identity = _identity(student, teacher, state, config, data, warmup, about)
-        run = _Trunk(student, state, loss, batches, checkpoint, identity, before_step)
-        run.resume()
-        run.last, run.progress = steps[-1], progress
-        for count in steps:
-            if count * batch.numel() not in run.done:
-                plan = plan_of(config, count, warmup=warmup)
-                run.read(plan, count * batch.numel(), measure, save_seconds)
-        return [run.done[count * batch.numel()] for count in steps]
 
 
 def _steps(tokens: int, batch_tokens: int) -> int:
     return max(1, round(tokens / batch_tokens)) if tokens else 0
 
 
-class _Trunk:
-    """The run at a constant rate, and the readings that it has had."""
+class _Stopwatch:
+    """Seconds of training, those of a run in progress included."""
 
-    def __init__(
-        self,
-        student: HydraHeadForCausalLM,
-        state: TrainingState,
-        loss: StudentLoss,
-        batches: Source,
-        checkpoint: Path | None,
-        identity: str,
-        before_step: StepHook | None,
-    ) -> None:
-        self._student, self._state, self._loss, self._batches = student, state, loss, batches
-        self._checkpoint, self._identity = checkpoint, identity
-        self._before_step = before_step
-        self._seconds = 0.0
-        self.done: dict[int, Reading] = {}
-        self.last = 0
-        self.progress: Progress = ignore_progress
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._started: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """In all so far."""
+        running = 0.0 if self._started is None else time.monotonic() - self._started
+        return self._before + running
+
+    def set(self, seconds: float) -> None:
+        """Goes on from another count."""
+        self._before = seconds
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time inside."""
+        self._started = time.monotonic()
+        yield
+        self._before, self._started = self.seconds, None
+
+
+@dataclass
+class _Trunk:
+    """The run at a constant rate, and the readings that forks of it have given.
+
+    state is the trunk's, but inside a fork, which trains the same student and then goes back to where it left.
+    """
+
+    student: HydraHeadForCausalLM
+    state: TrainingState
+    loss: StudentLoss
+    batches: Source
+    measure: Measure
+    checkpoint: Path | None
+    identity: str
+    """What the checkpoint depends on."""
+    before_step: StepHook | None
+    last_step: int
+    """That of the longest reading."""
+    progress: Progress
+    save_seconds: float
+    done: dict[int, Reading] = field(default_factory=dict)
+    """By their tokens."""
+    watch: _Stopwatch = field(default_factory=_Stopwatch)
 
     def resume(self) -> None:
         """Goes on from the checkpoint, if there is one."""
-        if self._checkpoint is None or not self._checkpoint.exists():
+        if self.checkpoint is None or not self.checkpoint.exists():
             return
-        notes = read_checkpoint(self._state, self._checkpoint, identity=self._identity).notes
-        self._seconds = notes["seconds"]
+        notes = read_checkpoint(self.state, self.checkpoint, identity=self.identity).notes
+        self.watch.set(notes["seconds"])
         self.done = {row["tokens"]: Reading(**row) for row in notes["readings"]}
 
-    def read(self, plan: Plan, tokens: int, measure: Measure, save_seconds: float) -> None:
-        """Takes the trunk to where the reading forks off, and makes it."""
-        fork = plan.steps - (plan.decay_steps or 0)
-        if fork < self._state.step:
+    def read(self, plan: Plan, tokens: int) -> None:
+        """Makes the reading that the plan ends in: of a fork, which leaves where the plan's rate begins to fall."""
+        leaves = plan.steps - (plan.decay_steps or 0)
+        if leaves < self.state.step:
             raise ConfigError(
-                f"checkpoint {self._checkpoint}: has {self._state.step} steps behind it, a reading at {tokens} "
-                f"tokens leaves at {fork}; allowed: longer readings, or to delete it"
+                f"checkpoint {self.checkpoint}: has {self.state.step} steps behind it, a reading at {tokens} "
+                f"tokens leaves at {leaves}; allowed: longer readings, or to delete it"
             )
         if plan.steps:
-            self._train(plan, until=fork, save_seconds=save_seconds)
-        trunk, trunk_seconds, loss = self._state.snapshot(), self._seconds, None
-        if plan.steps:
-            self._train(plan)
-            loss = self._state.losses[-1][1]
-        self._hook(self._state.step)
+            self._go_on(plan, leaves)
+        with self._forked():
+            loss = self._decay(plan) if plan.steps else None
+            self.done[tokens] = Reading(tokens, self._measured(tokens), loss, self.watch.seconds)
+        self._save(self.state)
+
+    def _go_on(self, plan: Plan, until: int) -> None:
+        """Trains the trunk, and saves it on the way."""
+        with self.watch.running():
+            train(
+                self.state,
+                plan,
+                self.loss,
+                self.batches,
+                until=until,
+                save=self._save,
+                save_seconds=self.save_seconds,
+                before_step=self._hook,
+                progress=lambda done, _: self.progress(done, self.last_step),
+            )
+
+    def _decay(self, plan: Plan) -> float:
+        """Trains a fork to its end and returns its last loss. It is short: after a kill it starts again at the trunk."""
+        with self.watch.running():
+            train(self.state, plan, self.loss, self.batches, before_step=self._hook)
+        return self.state.losses[-1][1]
+
+    @contextmanager
+    def _forked(self) -> Iterator[None]:
+        """What trains inside is undone behind it, its seconds too."""
+        trunk, seconds = self.state.snapshot(), self.watch.seconds
+        yield
+        self.state.restore(trunk)
+        self.watch.set(seconds)
+        self._hook(self.state.step)
+
+    def _measured(self, tokens: int) -> dict[str, float]:
+        self._hook(self.state.step)
         # Measuring needs the memory, and may push out of the kernels' tables those that a recorded step reads.
-        self._loss.release()
-        self._student.train(False)
-        values = measure(self._student, tokens)
-        self._student.train()
-        self.done[tokens] = Reading(tokens, values, loss, self._seconds)
-        self._state.restore(trunk)
-        self._seconds = trunk_seconds
-        self._hook(self._state.step)
-        self._save(self._state)
-
-    def _train(self, plan: Plan, until: int | None = None, save_seconds: float = 0.0) -> None:
-        started, before = time.monotonic(), self._seconds
-
-        def tick() -> None:
-            self._seconds = before + time.monotonic() - started
-
-        def save(state: TrainingState) -> None:
-            tick()
-            self._save(state)
-
-        # A fork is short: after a kill it starts again at the trunk.
-        in_fork = until is None
-        train(
-            self._state,
-            plan,
-            self._loss,
-            self._batches,
-            until=until,
-            save=None if in_fork else save,
-            save_seconds=save_seconds,
-            before_step=self._hook,
-            progress=ignore_progress if in_fork else self._count,
-        )
-        tick()
+        self.loss.release()
+        self.student.train(False)
+        values = self.measure(self.student, tokens)
+        self.student.train()
+        return values
 
     def _hook(self, step: int, _: int = 0) -> None:
-        if self._before_step is not None:
-            self._before_step(step, self.last)
-
-    def _count(self, done: int, total: int) -> None:
-        self.progress(done, self.last)
+        """Tells before_step of the steps of the whole run, whichever part of it trains."""
+        if self.before_step is not None:
+            self.before_step(step, self.last_step)
 
     def _save(self, state: TrainingState) -> None:
-        if self._checkpoint is None:
+        if self.checkpoint is None:
             return
         rows = [asdict(reading) for reading in self.done.values()]
-        notes = {"seconds": self._seconds, "readings": rows}
-        save_checkpoint(state, self._checkpoint, identity=self._identity, notes=notes)
+        notes = {"seconds": self.watch.seconds, "readings": rows}
+        save_checkpoint(state, self.checkpoint, identity=self.identity, notes=notes)
 
 
 def _identity(

@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..evaluation.divergence import final_hidden
 from .loop import TrainingState, mixed_precision, native_precision, product_dtype
-from .losses import NextToken, Weighted, backward_logits, pull_hidden
+from .losses import Weighted, backward_logits, hidden_term
 from .packing import Batch, RawBatch
 from .replay import Replay
 from .target_cache import Arrays
+from .targets import NextToken
 from .teacher_logits import TeacherLogits
 
 
@@ -98,11 +99,11 @@ class StudentLoss:
         if weights.ce:
             share = len(ours_MC) / max(1, batch.num_labels)
             terms.append(Weighted(NextToken(batch.labels_M), weights.ce * share))
-        error, pulled_MC = None, None
+        error, error_grad_MC = None, None
         if weights.hidden:
-            error, pulled_MC = pull_hidden(ours_MC, arrays["hidden"], weights.hidden)
+            error, error_grad_MC = hidden_term(ours_MC, arrays["hidden"], weights.hidden)
         dtype = product_dtype(self._device, self._dtype)
-        loss = backward_logits(ours_MC, self._student.lm_head, terms, dtype, pulled_MC)
+        loss = backward_logits(ours_MC, self._student.lm_head, terms, dtype, error_grad_MC)
         return loss if error is None else loss + error
 
 

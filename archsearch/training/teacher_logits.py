@@ -10,7 +10,7 @@ What each form costs a token, for SmolLM2-135M (C 576, V 49152, bf16) and Qwen3-
 | topk | K log-probabilities (fp16), their tokens (int32), the tail's mass | 388, 388 | 0 |
 
 hidden and mean_row are exact up to rounding; mean_row rounds q and p apart where the others round q - p. topk is a
-lower bound of KL (losses.TopK says by how much): on 512 held-out tokens of SmolLM2-135M, 34 of 270 heads kept at random,
+lower bound of KL (targets.TopK says by how much): on 512 held-out tokens of SmolLM2-135M, 34 of 270 heads kept at random,
 64 tokens leave 0.22 of the mass and find 0.81 of KL, with a gradient at a cosine of 0.995; 256 tokens 0.12, 0.90, 0.999.
 
 Legend: M positions, C hidden size, V vocabulary, K tokens kept.
@@ -31,9 +31,10 @@ from ..errors import ConfigError
 from ..evaluation.divergence import final_hidden
 from ..models.teacher import Teacher
 from .loop import full_precision, native_precision, product_dtype
-from .losses import LOGIT_BYTES, Dense, HeadProducts, MeanRow, Target, TopK
+from .losses import LOGIT_BYTES
 from .packing import Batch
 from .target_cache import Arrays, TargetCache
+from .targets import Dense, HeadProducts, MeanRow, Target, TopK
 
 SCHEMA = 1
 GIB = 2**30

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from archsearch.training import losses
-from archsearch.training.losses import (
+from archsearch.training.losses import Weighted, backward_logits, hidden_term, next_tokens
+from archsearch.training.targets import (
     IGNORED,
     Dense,
     HeadProducts,
@@ -18,10 +19,6 @@ from archsearch.training.losses import (
     NextToken,
     Target,
     TopK,
-    Weighted,
-    backward_logits,
-    next_tokens,
-    pull_hidden,
 )
 from archsearch.training.teacher_logits import FORMS
 
@@ -172,7 +169,7 @@ def test_hidden_error_is_relative_and_has_its_gradient() -> None:
     leaf = case.ours_MC.clone().requires_grad_(True)
     expected = 0.3 * (leaf - case.theirs_MC).square().sum() / case.theirs_MC.square().sum()
     expected.backward()
-    loss, gradient = pull_hidden(case.ours_MC, case.theirs_MC, 0.3)
+    loss, gradient = hidden_term(case.ours_MC, case.theirs_MC, 0.3)
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, leaf.grad)
     terms = [Weighted(case.form("hidden"), 1.0)]

@@ -15,8 +15,8 @@ from archsearch.errors import ConfigError
 from archsearch.evaluation.divergence import final_hidden
 from archsearch.models.teacher import Teacher
 from archsearch.training import target_cache
-from archsearch.training.losses import Chunk
 from archsearch.training.packing import Batch
+from archsearch.training.targets import Chunk
 from archsearch.training.teacher_logits import FORMS, TeacherLogits
 from tests.random_models import VOCABULARY, random_tokens
 
@@ -45,7 +45,7 @@ class Watched:
         logits = self.logits._head.logits(hidden)
         log_q = logits.log_softmax(-1)
         chunk = Chunk(slice(0, len(hidden)), hidden, log_q, logits.logsumexp(-1))
-        return float(target.pull(chunk).loss)
+        return float(target.on_chunk(chunk).loss)
 
 
 def batch_of(seed: int, shape: tuple[int, int] = (4, 24)) -> Batch:

@@ -19,8 +19,8 @@ from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import Teacher
 from archsearch.training.align import align
 from archsearch.training.distill import distill, student_loss
-from archsearch.training.losses import HeadProducts
 from archsearch.training.student import in_training
+from archsearch.training.targets import HeadProducts
 from archsearch.training.teacher_logits import FORMS
 from tests.random_models import random_supernet, random_teacher, random_tokens
 from tests.training import resuming
