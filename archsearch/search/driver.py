@@ -15,10 +15,12 @@ from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
 from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
+from .proposals.base import Proposals
+from .proposals.ranked import RankedProposals
 from .retention import baseline_seeds, measure_retention
 from .rung import Job, Rung, Say
 from .samplers import derive_seed, quiet_optuna
-from .seeds import ScoreTables, Seed, needed_by_seeds, seed_maps
+from .seeds import ScoreTables, needed_by_seeds, seed_maps
 from .space import SPACE_SCORES, RankedSpace, check_constraints, random_map
 from .study import RungStudy, open_storage, open_study, study_name
 
@@ -88,7 +90,9 @@ class _Search:
     ) -> None:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
-        self._space = RankedSpace(shape, scores, search.constraints, config.cost)
+        space = RankedSpace(shape, scores, search.constraints, config.cost)
+        name = study_name(config, search.proxy_tokens[0])
+        self._proposals: Proposals = RankedProposals(config, space, name)
         self._seeds = seed_maps(shape, scores, search.seeds, config.seed, config.cost)
         if len(self._seeds) > search.trials:
             left_out = len(self._seeds) - search.trials
@@ -117,7 +121,7 @@ class _Search:
         """The first rung's candidates: the seeds, what the sampler will choose, and the control."""
         trials = self._config.search.trials
         search = [
-            Job(number, seed.head_map, seed.method, seed.also, self._params(seed))
+            Job(number, seed.head_map, seed.method, seed.also)
             for number, seed in enumerate(self._seeds[:trials])
         ]
         search += [Job(number) for number in range(len(search), trials)]
@@ -125,9 +129,6 @@ class _Search:
             return search, []
         maps = _random_maps(self._shape, self._config.seed, trials)
         return search, [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
-
-    def _params(self, seed: Seed) -> dict[str, float]:
-        return self._space.encode(seed.head_map).params()
 
     def _evaluate(
         self, executor: Executor, rung: int, jobs: Sequence[Job], *, control: bool
@@ -142,7 +143,7 @@ class _Search:
             executor,
             rung=rung,
             jobs=jobs,
-            space=self._space if rung == 0 and not control else None,
+            proposals=self._proposals if rung == 0 and not control else None,
             finished=self._advance,
             say=self._say,
         ).run()

@@ -1,7 +1,7 @@
 """One rung of a search: every candidate of a study evaluated exactly once, whatever dies on the way.
 
-The driver is the study's only writer. A candidate's number is written last when its trial is set up, so
-a trial that a kill left without one is simply asked for again; one that has it is requeued.
+The driver is the study's only writer. A trial is set up in one write: after a kill it is there with all that it needs to
+be evaluated again, or not there at all.
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any
 
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from ..config import RunConfig
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY, Executor, Outcome
 from ..headmap import HeadMap
 from ..rundir import RunDir
 from .front import SEARCH
+from .proposals.base import Evaluated, Proposals
 from .records import TrialResult, TrialSpec, measured_metrics, trained_path
-from .samplers import admit, derive_seed, distributions, make_sampler, record_violations
-from .space import Point, RankedSpace, violation
-from .study import INTERRUPTED, ORPHANED, RungStudy, describe_trials, head_map_text
+from .samplers import derive_seed
+from .space import violation
+from .study import (
+    INTERRUPTED,
+    ORPHANED,
+    OpenTrial,
+    RungStudy,
+    describe_trials,
+    head_map_text,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +41,15 @@ _MEMORY = (HOST_MEMORY, DEVICE_MEMORY)
 
 @dataclass(frozen=True)
 class Job:
-    """A candidate that is to be evaluated; head_map None lets the sampler choose."""
+    """A candidate that is to be evaluated; head_map None lets the proposals choose."""
 
     candidate: int
     head_map: HeadMap | None = None
     method: str = SEARCH
     also: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    """What the proposal says of itself."""
     retry_of: int | None = None
     alone: bool = False
     """Nothing else may run meanwhile: its last try ran out of memory."""
@@ -57,7 +66,7 @@ class Verdict:
 
 
 class Rung:
-    """Evaluates jobs into one study. space is needed where the sampler chooses head maps."""
+    """Evaluates jobs into one study. proposals are needed where a job has no head map."""
 
     def __init__(
         self,
@@ -68,20 +77,21 @@ class Rung:
         *,
         rung: int,
         jobs: Sequence[Job],
-        space: RankedSpace | None = None,
+        proposals: Proposals | None = None,
         finished: Callable[[], None] = lambda: None,
         say: Say = _log.info,
     ) -> None:
         self._config, self._run_dir, self._records = config, run_dir, records
-        self._executor, self._space = executor, space
+        self._executor, self._proposals = executor, proposals
         self._rung, self._tokens = rung, config.search.proxy_tokens[rung]
         self._metrics = tuple(measured_metrics(config))
         self._jobs = {job.candidate: job for job in jobs}
         self._finished, self._say = finished, say
         self._todo: deque[Job] = deque()
         self._retries: deque[Job] = deque()
-        self._open: dict[int, tuple[Trial, Job]] = {}
-        self._used = {job.head_map.layers for job in jobs if job.head_map}
+        self._open: dict[int, tuple[OpenTrial, Job]] = {}
+        self._history: list[Evaluated] = []
+        self._busy = {job.candidate: job.head_map for job in jobs if job.head_map}
 
     def run(self) -> None:
         """Returns once every candidate has a result or has failed for good."""
@@ -107,11 +117,17 @@ class Rung:
             if not tries:
                 self._todo.append(job)
                 continue
-            self._used.add(self._records.head_map(tries[-1]).layers)
+            self._busy[candidate] = self._records.head_map(tries[-1])
             if any(t.state != TrialState.FAIL for t in tries) or not self._may_retry(tries):
-                self._finished()
+                self._over(self._records.evaluated(tries))
             else:
                 self._retries.append(self._again(job, tries))
+
+    def _over(self, evaluated: Evaluated) -> None:
+        """A candidate has its result, or will never have one."""
+        self._busy.pop(evaluated.candidate)
+        self._history.append(evaluated)
+        self._finished()
 
     def _may_retry(self, tries: Sequence[FrozenTrial]) -> bool:
         """Whether the failed tries of a candidate leave it another one."""
@@ -158,41 +174,26 @@ class Rung:
         self._open[trial.number] = (trial, job)
         self._executor.submit(trial.number, self._spec(job))
 
-    def _create(self, job: Job) -> tuple[Trial, Job]:
-        """Asks for a trial and writes down what it evaluates."""
-        search, study = self._config.search, self._records.study
-        study.sampler = make_sampler(
-            search.sampler,
-            derive_seed(self._config.seed, study.study_name, job.candidate),
-            trials=search.trials,
-            constrained=bool(search.constraints),
-        )
+    def _create(self, job: Job) -> tuple[OpenTrial, Job]:
+        """Chooses the head map where that is open, and writes down what is evaluated."""
+        proposals = self._proposals
         if job.head_map is None:
-            assert self._space is not None
-            trial = study.ask(distributions(*self._space.fa_range()))
-            rng = Random(derive_seed(self._config.seed, "nearest", job.candidate))
-            chosen = self._space.nearest(Point(**trial.params), self._is_new, rng)
-            job = replace(job, head_map=chosen, params=trial.params)
-            for key, value in self._attributes(job).items():
-                trial.set_user_attr(key, value)
-        else:
-            study.enqueue_trial(dict(job.params), user_attrs=self._attributes(job))
-            space = distributions(*self._space.fa_range()) if self._space and job.params else None
-            trial = study.ask(space)
-            if space:
-                admit(study, trial)
-        assert job.head_map is not None
-        self._used.add(job.head_map.layers)
-        return trial, job
-
-    def _is_new(self, head_map: HeadMap) -> bool:
-        assert self._space is not None
-        return head_map.layers not in self._used and self._space.affordable(head_map)
+            assert proposals is not None
+            chosen = proposals.propose(job.candidate, self._history, list(self._busy.values()))
+            job = replace(job, head_map=chosen.head_map, params=chosen.params, attrs=chosen.attrs)
+            self._busy[job.candidate] = chosen.head_map
+        elif proposals is not None and not job.params:
+            job = replace(job, params=proposals.describe(job.head_map))
+        known = proposals.distributions if proposals is not None else {}
+        params = {name: value for name, value in job.params.items() if name in known}
+        return self._records.begin(self._attributes(job), params, known), job
 
     def _attributes(self, job: Job) -> dict[str, Any]:
-        """What a trial is about. candidate comes last: it marks the set-up as complete."""
+        """What a trial is about."""
         assert job.head_map is not None
         attributes: dict[str, Any] = {
+            **job.attrs,
+            "candidate": job.candidate,
             "head_map": head_map_text(job.head_map),
             "method": job.method,
             "proxy_tokens": self._tokens,
@@ -202,7 +203,7 @@ class Rung:
             attributes["also"] = list(job.also)
         if job.retry_of is not None:
             attributes["retry_of"] = job.retry_of
-        return {**attributes, "candidate": job.candidate}
+        return attributes
 
     def _seed(self, job: Job) -> int:
         return derive_seed(self._config.seed, job.candidate)
@@ -233,33 +234,33 @@ class Rung:
         trial, job = self._open.pop(outcome.task_id)
         verdict = judge(outcome, self._metrics)
         if isinstance(outcome.result, TrialResult):
-            trial.set_user_attr("seconds", outcome.result.seconds)
-            trial.set_user_attr("tokens", outcome.result.tokens)
+            result = outcome.result
+            self._records.note(trial, seconds=result.seconds, tokens=result.tokens)
         if verdict.reason is None:
             self._complete(trial, verdict)
         else:
             self._fail(trial, job, verdict)
 
-    def _complete(self, trial: Trial, verdict: Verdict) -> None:
+    def _complete(self, trial: OpenTrial, verdict: Verdict) -> None:
         search, metrics = self._config.search, verdict.metrics
-        trial.set_user_attr("metrics", dict(metrics))
-        if search.constraints:
+        self._records.note(trial, metrics=dict(metrics))
+        violations = [violation(bound, metrics[bound.metric]) for bound in search.constraints]
+        if violations:
             names = [f"{index}:{bound.metric}" for index, bound in enumerate(search.constraints)]
-            values = [violation(bound, metrics[bound.metric]) for bound in search.constraints]
-            record_violations(trial, names, values)
-        self._records.study.tell(trial, [metrics[o.metric] for o in search.objectives])
-        self._finished()
+            self._records.note_violations(trial, names, violations)
+        values = [metrics[objective.metric] for objective in search.objectives]
+        self._records.end(trial, TrialState.COMPLETE, values)
+        self._over(self._records.evaluated([self._records.trial(trial)]))
 
-    def _fail(self, trial: Trial, job: Job, verdict: Verdict) -> None:
+    def _fail(self, trial: OpenTrial, job: Job, verdict: Verdict) -> None:
         assert verdict.reason is not None
-        trial.set_user_attr("reason", verdict.reason)
-        trial.set_user_attr("retryable", verdict.retryable)
+        self._records.note(trial, reason=verdict.reason, retryable=verdict.retryable)
         state = TrialState.PRUNED if verdict.pruned else TrialState.FAIL
         self._run_dir.write_json(
             f"failed/{self._records.study.study_name}-{trial.number}.json",
             {"reason": verdict.reason, "spec": self._spec(job).to_json()},
         )
-        self._records.study.tell(trial, state=state)
+        self._records.end(trial, state)
         tries = self._records.attempts()[job.candidate]
         again = not verdict.pruned and self._may_retry(tries)
         self._say(
@@ -269,7 +270,7 @@ class Rung:
         if again:
             self._retries.append(self._again(self._jobs[job.candidate], tries))
         else:
-            self._finished()
+            self._over(self._records.evaluated(tries))
 
 
 def judge(outcome: Outcome, wanted: Sequence[str]) -> Verdict:

@@ -6,15 +6,16 @@ import json
 import sqlite3
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.storages import BaseStorage, RDBStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -24,7 +25,8 @@ from ..errors import ConfigError, EnvironmentFault
 from ..headmap import HeadMap, ModelShape
 from ..rundir import RESUMABLE, differences, network_file_system
 from .front import SEARCH, Candidate
-from .samplers import recorded_violations
+from .proposals.base import Evaluated
+from .samplers import VIOLATIONS, record_violations, recorded_violations
 
 ORPHANED = "orphaned"
 INTERRUPTED = "interrupted"
@@ -39,6 +41,14 @@ class Failure:
     candidate: int
     method: str
     reason: str
+
+
+@dataclass(frozen=True)
+class OpenTrial:
+    """A trial that runs."""
+
+    trial_id: int
+    number: int
 
 
 def study_name(config: RunConfig, tokens: int, *, control: bool = False) -> str:
@@ -112,6 +122,8 @@ def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Stu
         study_name=name,
         directions=[objective.direction for objective in objectives],
         load_if_exists=True,
+        # It never proposes: search.proposals does.
+        sampler=optuna.samplers.RandomSampler(seed=0),
     )
     described = json.loads(config.model_dump_json(by_alias=True))
     stored = study.user_attrs.get("config")
@@ -172,6 +184,55 @@ class RungStudy:
             if "candidate" in trial.user_attrs:
                 found[trial.user_attrs["candidate"]].append(trial)
         return dict(found)
+
+    def begin(
+        self,
+        attributes: Mapping[str, Any],
+        params: Mapping[str, Any],
+        distributions: Mapping[str, BaseDistribution],
+    ) -> OpenTrial:
+        """Writes down a trial that runs, all of it at once: a kill leaves the whole of it or nothing."""
+        template = create_trial(
+            state=TrialState.RUNNING,
+            params=dict(params),
+            distributions={name: distributions[name] for name in params},
+            user_attrs=dict(attributes),
+        )
+        storage = self.study._storage
+        trial_id = storage.create_new_trial(self.study._study_id, template)
+        return OpenTrial(trial_id, storage.get_trial_number_from_id(trial_id))
+
+    def note(self, trial: OpenTrial, **attributes: Any) -> None:
+        """Adds user attributes to a trial that runs."""
+        for name, value in attributes.items():
+            self.study._storage.set_trial_user_attr(trial.trial_id, name, value)
+
+    def note_violations(self, trial: OpenTrial, names: list[str], values: list[float]) -> None:
+        """Adds the values of the constraints, for us and for Optuna's dashboard."""
+        record_violations(optuna.trial.Trial(self.study, trial.trial_id), names, values)
+
+    def end(
+        self, trial: OpenTrial, state: TrialState, values: Sequence[float] | None = None
+    ) -> None:
+        """Ends a trial; what it is about has to be noted before."""
+        self.study._storage.set_trial_state_values(trial.trial_id, state, values)
+
+    def trial(self, trial: OpenTrial) -> FrozenTrial:
+        """What is written of a trial."""
+        return self.study._storage.get_trial(trial.trial_id)
+
+    def evaluated(self, tries: Sequence[FrozenTrial]) -> Evaluated:
+        """What the tries of a candidate whose evaluation is over came to."""
+        done = next((trial for trial in tries if trial.state == TrialState.COMPLETE), None)
+        last = done or tries[-1]
+        return Evaluated(
+            last.user_attrs["candidate"],
+            self.head_map(last),
+            tuple(done.values) if done else None,
+            tuple(last.user_attrs.get(VIOLATIONS, ())),
+            last.params,
+            last.user_attrs,
+        )
 
     def close_open_trials(self, reason: str) -> list[FrozenTrial]:
         """Ends every trial that is not finished as FAIL; nothing runs any more. Returns them."""

@@ -149,14 +149,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-@pytest.mark.parametrize("step", ["ask", "enqueue", "attributes", "metrics"])
+@pytest.mark.parametrize("step", ["begin", "note", "end"])
+@pytest.mark.parametrize("times", [2, 6])
 def test_a_kill_between_two_writes_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, times: int
 ) -> None:
     """The driver stops dead right after one write: no clean-up runs, as after a SIGKILL."""
-    config = fake_config()
+    config = fake_config(constraints=[{"metric": "kl", "max": 30.0}])
     whole = fake_search(config, tmp_path / "whole")
-    stop_after(monkeypatch, step)
+    stop_after(monkeypatch, step, times)
     with pytest.raises(Killed):
         fake_search(config, tmp_path / "killed")
     monkeypatch.undo()
@@ -171,29 +172,19 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
     from archsearch.search.study import RungStudy
 
-    owner: Any
-    owner, name = {
-        "ask": (optuna.Study, "ask"),
-        "enqueue": (optuna.Study, "enqueue_trial"),
-        "attributes": (optuna.trial.Trial, "set_user_attr"),
-        "metrics": (optuna.trial.Trial, "set_user_attr"),
-    }[step]
-    real, calls = getattr(owner, name), Counter[str]()
+    real, calls = getattr(RungStudy, step), Counter[str]()
 
     def stopping(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = real(self, *args, **kwargs)
-        key = "method" if step == "attributes" else "metrics"
-        if owner is optuna.trial.Trial and args[0] != key:
-            return result
-        calls[name] += 1
-        if calls[name] == (6 if step == "ask" else 2):
+        calls[step] += 1
+        if calls[step] == times:
             raise Killed
         return result
 
-    monkeypatch.setattr(owner, name, stopping)
+    monkeypatch.setattr(RungStudy, step, stopping)
     close = RungStudy.close_open_trials
 
     def close_at_start_only(self: RungStudy, reason: str) -> Any:
