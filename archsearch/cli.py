@@ -26,6 +26,9 @@ INTERRUPTED = 130
 KERNEL_CHOICES = "archsearch.attention.backends"
 """The logger that says once who computes each operator."""
 
+_interrupts: list[int] = []
+"""Signals that have asked this process to end."""
+
 app = typer.Typer(
     help="Searches head-wise hybrids of full and linear attention for a pretrained language model.",
     no_args_is_help=True,
@@ -314,7 +317,10 @@ def faults(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"archsearch: {error}", err=True)
         raise typer.Exit(error.exit_status) from error
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, ImportError) as error:
+        # Packages that are interrupted in their import raise errors of their own.
+        if not (isinstance(error, KeyboardInterrupt) or _interrupts):
+            raise
         if debug:
             traceback.print_exc()
         typer.echo("archsearch: interrupted; the same command goes on from here", err=True)
@@ -326,13 +332,16 @@ def _ignore_interrupt() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupts.append(number)
     raise KeyboardInterrupt
 
 
 def main() -> None:
-    """Entry point of the `archsearch` command."""
+    """Calls the command that the arguments name."""
     # A polite kill ends like Ctrl-C, so that workers are shut down and the run can go on later.
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
     logging.basicConfig(format="archsearch: %(message)s")
     # OpenMP threads that spin while they wait make small operations 100 times slower wherever another
     # process wants the core; torch reads this when it is imported, workers inherit it.
