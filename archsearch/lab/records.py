@@ -1,7 +1,13 @@
-"""Figures of the lab book: runs/lab/<topic>.json, one record a figure."""
+"""Figures of the lab book: runs/lab/<topic>.json, one record a figure.
+
+    python -m archsearch.lab.records --join PART.json PART.json --to FILE.json
+
+joins the figures of several processes, which each took some of the cases.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -14,6 +20,10 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
+
+COMMIT_VARIABLE = "ARCHSEARCH_COMMIT"
+"""Names the commit of a source tree that is no checkout."""
 PACKAGES = ("torch", "transformers", "triton", "fla-core", "optuna", "ray")
 
 
@@ -36,7 +46,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source tree, or "unknown" outside a checkout."""
+    """The commit of the source tree; outside a checkout what COMMIT_VARIABLE says, or "unknown"."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -45,7 +55,7 @@ def commit() -> str:
         text=True,
         check=False,
     )
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip() or os.environ.get(COMMIT_VARIABLE, "unknown")
 
 
 class LabBook:
@@ -84,6 +94,33 @@ class LabBook:
         path.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
+def join(parts: list[Path]) -> list[dict[str, Any]]:
+    """The records of files one after the other. Raises ConfigError where one is no list of records."""
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        try:
+            found = json.loads(part.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{part}: cannot be read ({error})") from error
+        if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+            raise ConfigError(f"{part}: no list of records")
+        rows += found
+    return rows
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--join", type=Path, nargs="+", required=True, help="files of figures")
+    parser.add_argument("--to", type=Path, required=True, help="where they go together")
+    args = parser.parse_args()
+    args.to.write_text(json.dumps(join(args.join), indent=1) + "\n")
+
+
 def _module() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return [spec.name] if spec is not None else [Path(sys.argv[0]).name]
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ from ..training.align import HELDOUT_TOKENS
 from ..training.loop import BatchSource
 from .records import LabBook
 from .twin_banks import Banks
-from .twin_recipes import RECIPES, recipe_config
+from .twin_recipes import RECIPES, distinct
 
 READINGS = (0, 250_000, 1_000_000, 4_500_000)
 SHARES = (0.125, 0.25)
@@ -74,6 +74,7 @@ class Bench:
     maps: dict[str, HeadMap]
     probes: Sequence[Probe]
     book: LabBook
+    figures: Path
 
     @classmethod
     def open(cls, config: RunConfig, run_dir: RunDir, args: argparse.Namespace) -> Bench:
@@ -107,7 +108,12 @@ class Bench:
             head_maps(teacher.shape, args.scores, config.seed) if whole else {},
             [probe for probe in probes if probe.kind in RETRIEVAL_KINDS],
             LabBook(config.seed),
+            args.figures,
         )
+
+    def write(self) -> None:
+        """Writes the figures so far."""
+        self.book.write(self.figures)
 
     def batches(self, batch_tokens: int) -> BatchSource:
         """The training batches of an alignment with that many tokens a batch."""
@@ -146,12 +152,17 @@ def head_maps(shape: ModelShape, scores: Path | None, seed: int) -> dict[str, He
 def compare(
     bench: Bench, names: Sequence[str], readings: Sequence[int], seconds: float, *, replay: bool
 ) -> None:
-    """Trains and measures recipes, those of one batch size side by side; each batch size gets its share of the time."""
+    """Trains and measures recipes, those of one batch size side by side; each batch size gets its share of the time.
+
+    Figures are written after every reading.
+    """
+    recipes = distinct(bench.config.supernet, names)
+    for name in set(names) - set(recipes):
+        print(f"{name}: the same as another recipe here", flush=True)
     groups: dict[int, dict[str, Any]] = {}
-    for name in names:
-        config = recipe_config(bench.config.supernet, RECIPES[name])
+    for name, config in recipes.items():
         groups.setdefault(config.batch_tokens, {})[name] = config
-    end, left = time.monotonic() + seconds, len(names)
+    end, left = time.monotonic() + seconds, len(recipes)
     for batch_tokens, configs in groups.items():
         now = time.monotonic()
         deadline = now + (end - now) * len(configs) / left
@@ -178,6 +189,7 @@ def _read_all(bench: Bench, banks: Banks, readings: Sequence[int], deadline: flo
         _record_errors(bench, banks)
     _record_students(bench, banks)
     last_seconds = time.monotonic() - started
+    bench.write()
     forks = [count for count in steps if count]
     for wanted in forks:
         warmup = forks[0] // 2
@@ -187,7 +199,9 @@ def _read_all(bench: Bench, banks: Banks, readings: Sequence[int], deadline: flo
             _record_errors(bench, banks)
         if reached < wanted or wanted == forks[-1]:
             _record_students(bench, banks)
+            bench.write()
             return
+        bench.write()
         banks.back()
 
 
@@ -288,7 +302,7 @@ def main() -> None:
     try:
         compare(bench, args.recipes, args.readings, args.seconds, replay=not args.no_replay)
     finally:
-        bench.book.write(args.figures)
+        bench.write()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import SupernetConfig
@@ -65,6 +65,16 @@ RECIPES: dict[str, Recipe] = {
     },
 }
 """Most differ from the config in one thing; rates and batches are compared at equal tokens."""
+
+
+def distinct(base: SupernetConfig, names: Iterable[str]) -> dict[str, SupernetConfig]:
+    """The configs of recipes by name; of those that come to the same the first alone."""
+    found: dict[str, SupernetConfig] = {}
+    for name in names:
+        config = recipe_config(base, RECIPES[name])
+        if config not in found.values():
+            found[name] = config
+    return found
 
 
 def recipe_config(base: SupernetConfig, recipe: Recipe) -> SupernetConfig:

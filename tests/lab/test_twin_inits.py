@@ -13,12 +13,13 @@ from torch import Tensor
 
 from archsearch.config import SupernetConfig
 from archsearch.configfile import load_config
+from archsearch.errors import ConfigError
 from archsearch.headmap import Operator
-from archsearch.lab import twin_inits
+from archsearch.lab import records, twin_inits
 from archsearch.lab.records import LabBook
 from archsearch.lab.twin_banks import Banks
 from archsearch.lab.twin_inits import Bench, compare, head_maps
-from archsearch.lab.twin_recipes import RECIPES, recipe_config
+from archsearch.lab.twin_recipes import RECIPES, distinct, recipe_config
 from archsearch.models.teacher import Teacher
 from archsearch.rundir import RunDir
 from tests.random_models import VOCABULARY, random_teacher, random_tokens
@@ -116,7 +117,17 @@ def bench_of(teacher: Teacher, run_config: Path, folder: Path) -> Bench:
     config = load_config(run_config, settings)
     texts = {"held-out text": random_tokens(4, LENGTH, seed=5)}
     maps = head_maps(teacher.shape, None, 0)
-    return Bench(config, teacher, texts, RunDir(folder), (0, 1), maps, [], LabBook(0))
+    return Bench(
+        config,
+        teacher,
+        texts,
+        RunDir(folder),
+        (0, 1),
+        maps,
+        [],
+        LabBook(0),
+        folder / "figures.json",
+    )
 
 
 @pytest.mark.parametrize("seconds", [1e9, 0.0])
@@ -160,13 +171,41 @@ def test_a_diverged_recipe_is_told_and_the_others_go_on(
 
 def test_texts_are_made_where_there_are_none(run_config: Path, tmp_path: Path) -> None:
     config = load_config(run_config, [])
-    args = argparse.Namespace(layers=None, no_students=False, scores=None)
+    figures = tmp_path / "figures.json"
+    args = argparse.Namespace(layers=None, no_students=False, scores=None, figures=figures)
     bench = Bench.open(config, RunDir(tmp_path / "run"), args)
     assert set(bench.texts) == {"held-out text", "prompts"}
     assert bench.maps
     assert bench.probes
     assert next(bench.batches(96 * 3)(0)).shape == (3, 96)
-    alone = argparse.Namespace(layers=[1], no_students=False, scores=None)
+    alone = argparse.Namespace(**vars(args) | {"layers": [1]})
     again = Bench.open(config, RunDir(tmp_path / "run"), alone)
     assert torch.equal(again.texts["held-out text"], bench.texts["held-out text"])
     assert not again.maps
+
+
+def test_of_recipes_that_come_to_the_same_config_the_first_is_kept() -> None:
+    base = BASE.model_copy(update={"learning_rate": 4e-3})
+    assert list(distinct(base, ["as configured", "rate 4e-3", "no norm"])) == [
+        "as configured",
+        "no norm",
+    ]
+    assert "rate 4e-3" in distinct(BASE, RECIPES)
+    assert len(distinct(base, RECIPES)) < len(RECIPES)
+
+
+def test_figures_of_several_files_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        book = LabBook(0)
+        book.add(name, value, "")
+        book.write(tmp_path / f"{name}.json")
+    words = ["--join", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--to"]
+    monkeypatch.setattr("sys.argv", ["records", *words, str(tmp_path / "c.json")])
+    records.main()
+    rows = json.loads((tmp_path / "c.json").read_text())
+    assert [(row["metric"], row["value"]) for row in rows] == [("a", 1.0), ("b", 2.0)]
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no list of records"):
+        records.main()
