@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 
 from .config import DataConfig, RunConfig, ScoreMethod, TextConfig
+from .data.sampling import GPU_BATCHES
 from .errors import ArchsearchError
 from .footprint import TRAIN, Footprint, footprint
 from .metrics import GeneralKind
@@ -23,13 +24,13 @@ STAGES = ("teacher", "data", "supernet", "scores", "search", "report")
 
 DECODE_EFFICIENCY, FORWARD_EFFICIENCY = 0.08, 0.4
 """Shares of a CPU's matmul rate that drawing text and forwards reach (stated, not measured)."""
-GPU_EFFICIENCY, GPU_WIDTH = 0.07, 576
-"""Share of a GPU's matmul rate at that hidden size, growing with its root. Measured on an H200: 7% in alignment and
-evaluation of SmolLM2-135M, 12% in alignment at hidden size 2048."""
+GPU_EFFICIENCY, GPU_WIDTH, GPU_MOST = 0.18, 576, 0.55
+"""Share of a GPU's matmul rate at that hidden size, growing with it up to the last. Measured on an H200: 12 to 26% in
+alignment, distillation and evaluation of SmolLM2-135M, 54 to 66% at hidden size 2048."""
+GPU_SCORING = 0.25
+"""Share of that rate in scoring, whose forwards are short: measured on an H200 with SmolLM2-135M."""
 GPU_STEP_SECONDS = 1e-3
 """A layer's share of a decode step on a GPU, bound by launches: measured on an H200, whatever the batch."""
-GPU_DRAW_BATCH = 512
-"""Sequences that are drawn at once on a GPU (data.sampling)."""
 RAY_SECONDS = 10.0
 """Starting Ray and its workers, without their models."""
 
@@ -193,8 +194,7 @@ class Speed:
         flops = 2 * info.num_parameters / rate_flops
         if device == "cpu":
             return cls(device, flops / FORWARD_EFFICIENCY, flops / DECODE_EFFICIENCY, 0.0)
-        share = GPU_EFFICIENCY * math.sqrt(info.hidden_size / GPU_WIDTH)
-        forward = flops / min(FORWARD_EFFICIENCY, share)
+        forward = flops / min(GPU_MOST, GPU_EFFICIENCY * info.hidden_size / GPU_WIDTH)
         return cls(device, forward, forward, GPU_STEP_SECONDS * info.shape.num_layers)
 
 
@@ -276,7 +276,7 @@ def _data(config: RunConfig, speed: Speed) -> tuple[str, float]:
             continue
         said.append(f"{sequences * length:,} {name} tokens from {text_origin(text)}")
         if text.source == "teacher":
-            steps = math.ceil(sequences / GPU_DRAW_BATCH) * length
+            steps = math.ceil(sequences / GPU_BATCHES[1]) * length
             seconds += sequences * length * speed.draw + steps * speed.step
     return ", ".join(said), seconds
 
@@ -300,7 +300,8 @@ def _scores(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
         f"{pairs} clean and corrupt pairs{own}"
     )
     costs = _score_tokens(config, info)
-    return what, speed.forward * sum(costs[name] for name in ("pairs", *methods))
+    forward = speed.forward / (GPU_SCORING if speed.device == "cuda" else 1)
+    return what, forward * sum(costs[name] for name in ("pairs", *methods))
 
 
 def _score_tokens(config: RunConfig, info: TeacherInfo) -> dict[str, float]:
