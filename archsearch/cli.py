@@ -124,7 +124,7 @@ def report(run: RunPath, debug: Debug = False) -> None:
         from .report.markdown import markdown_report
         from .report.summary import read_summary
 
-        run_dir = RunDir(run)
+        run_dir = _writable(run)
         page = write_report(run_dir)
         typer.echo(markdown_report(read_summary(run_dir)))
         typer.echo(page)
@@ -167,12 +167,13 @@ def fidelity(
         _tell_backends(debug)
         counts = None if maps is None else counts_of(maps)
         options = Options(counts, tokens, tuple(at or ()), repeats, share)
-        plan, printer = plan_fidelity(RunDir(run), options), Printer()
+        run_dir = _writable(run)
+        plan, printer = plan_fidelity(run_dir, options), Printer()
         for line in plan.lines():
             printer.line(line)
         if dry_run:
             return
-        failures = run_fidelity(RunDir(run), plan, printer, keep_logits=keep_logits).failures
+        failures = run_fidelity(run_dir, plan, printer, keep_logits=keep_logits).failures
         if failures:
             raise RunFault(
                 f"{len(failures)} maps failed; fidelity.json has the causes, and the same command tries them again"
@@ -192,6 +193,7 @@ def dashboard(
         if storage is None:
             # The dashboard would make an empty database.
             run_dir.require_search("study.db")
+            run_dir.require_writable()
             storage = run_dir.storage
         program = Path(sys.executable).with_name("optuna-dashboard")
         if not program.exists():
@@ -291,6 +293,14 @@ def _score_by(
     with naming(config, overrides):
         plan_run(settings, place, last="scores")
     run_methods(settings, place, printer, methods)
+
+
+def _writable(run: Path) -> RunDir:
+    """The run at that path, checked to be one that this command can write to."""
+    run_dir = RunDir(run)
+    run_dir.load_config()
+    run_dir.require_writable()
+    return run_dir
 
 
 def _tell_backends(all_of_them: bool) -> None:

@@ -8,137 +8,20 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .config import SCHEMA, RunConfig
 from .errors import ConfigError
+from .strictyaml import KeyPath, YamlReader, dotted
 
-KeyPath = tuple[str | int, ...]
 OVERRIDE = "--set "
-
-
-class _CoreLoader(yaml.SafeLoader):
-    """Composes YAML 1.2 core scalars; PyYAML's own rules are those of YAML 1.1."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-):
-    _CoreLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
-    )
-
-_SCALARS: dict[str, Callable[[str], Any]] = {
-    "null": lambda text: None,
-    "bool": lambda text: text.lower() == "true",
-    "int": lambda text: (
-        int(text, 0) if text[:2] in ("0x", "0o") else int(text.replace("_", ""), 10)
-    ),
-    "float": lambda text: float(
-        text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower()
-    ),
-    "str": str,
-}
-
-
-class _Reader:
-    """Turns composed YAML nodes into plain data and remembers where each value was written."""
-
-    def __init__(self, source: str, origins: dict[KeyPath, str], *, numbered: bool = True) -> None:
-        self.source = source
-        self.origins = origins
-        self.numbered = numbered
-        self._open: set[int] = set()
-
-    def parse(self, text: str, path: KeyPath = ()) -> Any:
-        """Plain data of the one document in text. Raises ConfigError on anything but core YAML."""
-        try:
-            loader = _CoreLoader(text)
-            node = loader.get_single_node()
-            loader.dispose()
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line if error.problem_mark else 0
-            raise ConfigError(f"{self._at(line)}: not YAML: {error.problem}") from error
-        except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{self._at(0)}: not YAML: {reason}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{self._at(0)}: not a config: nested too deeply") from error
-        return None if node is None else self._build(node, path)
-
-    def _at(self, line: int) -> str:
-        return f"{self.source}:{line + 1}" if self.numbered else self.source
-
-    def _build(self, node: yaml.Node, path: KeyPath) -> Any:
-        where = self._at(node.start_mark.line)
-        self.origins.setdefault(path, where)
-        if id(node) in self._open:
-            raise ConfigError(f"{where}: {dotted(path)}: the anchor contains itself")
-        self._open.add(id(node))
-        try:
-            if isinstance(node, yaml.MappingNode):
-                _check_tag(node, "map", where, path)
-                return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
-                _check_tag(node, "seq", where, path)
-                return [self._build(item, (*path, i)) for i, item in enumerate(node.value)]
-            return self._scalar(node, path, where)
-        finally:
-            self._open.discard(id(node))
-
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        data: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            where = self._at(key_node.start_mark.line)
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{where}: {dotted(path)}: a key must be a plain word")
-            key = str(key_node.value)
-            if key in data:
-                first = self.origins[(*path, key)].rpartition(":")[2]
-                raise ConfigError(
-                    f"{where}: {dotted((*path, key))}: duplicate key, first on line {first}"
-                )
-            self.origins[(*path, key)] = where
-            data[key] = self._build(value_node, (*path, key))
-        return data
-
-    def _scalar(self, node: yaml.Node, path: KeyPath, where: str) -> Any:
-        kind = node.tag.rpartition(":")[2]
-        _check_tag(node, kind if kind in _SCALARS else "str", where, path)
-        try:
-            value = _SCALARS[kind](node.value)
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: {dotted(path)}: {node.value[:60]!r} is no {kind}"
-            ) from error
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{where}: {dotted(path)}: {node.value} is not allowed; be finite")
-        return value
-
-
-def _check_tag(node: yaml.Node, kind: str, where: str, path: KeyPath) -> None:
-    if node.tag != f"tag:yaml.org,2002:{kind}":
-        raise ConfigError(
-            f"{where}: {dotted(path)}: tag {node.tag} is not allowed; only plain values are"
-        )
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -154,7 +37,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"{path}: cannot read the config: {reason}") from error
     origins: dict[KeyPath, str] = {}
-    data = _Reader(str(path), origins).parse(text)
+    data = YamlReader(str(path), origins).parse(text)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}:1: a config is a mapping of sections, this is {_kind(data)}")
     written = deepcopy(data)
@@ -204,25 +87,37 @@ def _validate(
     try:
         return _parse(data)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        # A list counts as too short once its entries are wrong: name the entry, not the list.
-        locs = [tuple(d["loc"]) for d in details]
-        details = [
-            d
-            for d, loc in zip(details, locs, strict=True)
-            if not (d["type"] == "too_short" and any(_inside(other, loc) for other in locs))
-        ]
-        # A misspelt key is also a missing one: name what was written, not what it should have been.
-        misspelt = {tuple(d["loc"])[:-1] for d in details if d["type"] == "extra_forbidden"}
-        details = [
-            d for d in details if not (d["type"] == "missing" and tuple(d["loc"])[:-1] in misspelt)
-        ]
+        details = _told(error)
         located = [(_place(d, origins, source, written), d) for d in details]
         where, detail = min(located, key=lambda pair: _line(pair[0]))
-        rest = len(details) - 1
-        more = f" (and {rest} more problem{'s' if rest > 1 else ''})" if rest else ""
-        field = dotted(tuple(detail["loc"]))
-        raise ConfigError(f"{where}: {field}: {_problem(detail)}{more}") from error
+        raise ConfigError(f"{where}: {_told_of(detail, len(details))}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """`field: problem` of a config that no file and no `--set` is to blame for, on one line."""
+    details = _told(error)
+    return _told_of(details[0], len(details))
+
+
+def _told(error: ValidationError) -> list[ErrorDetails]:
+    """The problems of an error that do not follow from another one of it."""
+    details = error.errors(include_url=False)
+    # A list counts as too short once its entries are wrong: name the entry, not the list.
+    locs = [tuple(d["loc"]) for d in details]
+    details = [
+        d
+        for d, loc in zip(details, locs, strict=True)
+        if not (d["type"] == "too_short" and any(_inside(other, loc) for other in locs))
+    ]
+    # A misspelt key is also a missing one: name what was written, not what it should have been.
+    misspelt = {tuple(d["loc"])[:-1] for d in details if d["type"] == "extra_forbidden"}
+    return [d for d in details if not (d["type"] == "missing" and tuple(d["loc"])[:-1] in misspelt)]
+
+
+def _told_of(detail: ErrorDetails, count: int) -> str:
+    """A problem with its field, and how many more there are."""
+    more = f" (and {count - 1} more problem{'s' if count > 2 else ''})" if count > 1 else ""
+    return f"{dotted(tuple(detail['loc']))}: {_problem(detail)}{more}"
 
 
 def _inside(path: KeyPath, section: KeyPath) -> bool:
@@ -379,16 +274,10 @@ def _apply(data: dict[str, Any], override: str, origins: dict[KeyPath, str]) -> 
             target = target[step]
     for known in [path for path in origins if path[: len(steps)] == steps]:
         del origins[known]
-    target[steps[-1]] = _Reader(where, origins, numbered=False).parse(text, steps)
+    target[steps[-1]] = YamlReader(where, origins, numbered=False).parse(text, steps)
     origins[steps] = where
 
 
 def _steps(name: str) -> KeyPath:
     """The key path of `a.b.0`."""
     return tuple(int(s) if s.isascii() and s.isdigit() else s for s in name.strip().split("."))
-
-
-def dotted(path: KeyPath) -> str:
-    """A key path as people write it: search.objectives[0].metric."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".") or "config"

@@ -34,6 +34,7 @@ def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> P
     check_machine(config, searches=STAGES.index(last) >= STAGES.index("search"))
     info = inspect_teacher(config.teacher)
     check_config(config, info)
+    run_dir.require_writable()
     run_dir.check_frozen(config, scored_inputs(config))
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
     plan = make_plan(config, info, finished, last=last)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-import platform
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
 
+from pydantic import ValidationError
+
 from .config import RunConfig
+from .configfile import first_problem
 from .errors import ConfigError, EnvironmentFault
+from .provenance import describe_call
 
 SCHEMA = 1
 
@@ -45,9 +46,11 @@ INPUTS_FILE = "inputs.json"
 """SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"
 
+_NO_FOLDER = "is a file; a run directory is expected"
+_DISK_FAULTS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
 _Part = TypeVar("_Part", dict[str, Any], list[Any])
 
-_PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "9p")
 
 
@@ -69,17 +72,20 @@ class RunDir:
     def __enter__(self) -> RunDir:
         """Creates the directory and takes its lock.
 
-        Raises ConfigError where the path is no directory, EnvironmentFault where another process holds
-        the lock; it names that process's id and host.
+        Raises ConfigError where the path is no directory, EnvironmentFault where it cannot be written and where another
+        process holds the lock; it names that process's id and host.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:
-            raise ConfigError(f"{self.path}: not a directory") from error
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"{nearest_folder(self.path)}: {_NO_FOLDER}") from error
         except OSError as error:
-            raise EnvironmentFault(f"{self.path}: cannot be created: {error.strerror}") from error
+            raise EnvironmentFault(f"{self.path}: cannot be created ({_reason(error)})") from error
         # The kernel drops a flock when its holder dies, so a SIGKILL leaves no stale lock.
-        lock = open(self / "lock", "a+", encoding="utf-8")
+        try:
+            lock = open(self / "lock", "a+", encoding="utf-8")
+        except OSError as error:
+            raise EnvironmentFault(f"{self.path}: {_unwritable(error)}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -106,9 +112,17 @@ class RunDir:
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
-        """A temporary path to write; it becomes `name` in one step once the block ends without error."""
-        with replacing(self / name) as temporary:
-            yield temporary
+        """A temporary path to write; it becomes `name` in one step once the block ends without error.
+
+        Raises EnvironmentFault where the disk is full or has become read-only.
+        """
+        try:
+            with replacing(self / name) as temporary:
+                yield temporary
+        except OSError as error:
+            if error.errno not in _DISK_FAULTS:
+                raise
+            raise EnvironmentFault(f"{self.path}: {_unwritable(error)}") from error
 
     def write_text(self, name: str, text: str) -> Path:
         """Writes a text file in one step and returns its path."""
@@ -128,6 +142,8 @@ class RunDir:
             is_run = (self / "config.json").exists()
             doubt = "" if is_run else f"; is {self.path} a run directory?"
             raise ConfigError(f"{self / name}: missing{doubt}") from error
+        except NotADirectoryError as error:
+            raise ConfigError(f"{nearest_folder(self.path)}: {_NO_FOLDER}") from error
         except ValueError as error:
             raise ConfigError(f"{self / name}: damaged, not JSON: {error}") from error
 
@@ -209,8 +225,11 @@ class RunDir:
         data = self.read_json("config.json")
         try:
             return RunConfig.model_validate_json(json.dumps(data), strict=True)
-        except ValueError as error:
-            raise ConfigError(f"{self / 'config.json'}: of another version: {error}") from error
+        except ValidationError as error:
+            said = first_problem(error)
+            raise ConfigError(
+                f"{self / 'config.json'}: damaged or of another version: {said}"
+            ) from error
 
     def require_search(self, name: str) -> None:
         """Raises ConfigError where the file `name`, which a search writes, is not there yet, or this is no run."""
@@ -237,16 +256,24 @@ class RunDir:
         """Appends what this call runs on: versions, git commit, command line, host, seed."""
         name = "provenance.json"
         calls = self._read_part(name, "calls", list) if (self / name).exists() else []
-        call = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "argv": sys.argv,
-            "seed": seed,
-            "git_commit": _git_commit(),
-            "versions": {"python": platform.python_version(), **_versions()},
-            "host": socket.gethostname(),
-            "platform": platform.platform(),
-        }
-        self.write_json(name, {"schema": SCHEMA, "calls": [*calls, call]})
+        self.write_json(name, {"schema": SCHEMA, "calls": [*calls, describe_call(seed)]})
+
+    def require_writable(self) -> None:
+        """Tries to write where the directory is, or where it would be made; nothing is left there.
+
+        Raises ConfigError where a file is in its place, EnvironmentFault where it cannot be written.
+        """
+        place = nearest_folder(self.path)
+        if not place.is_dir():
+            raise ConfigError(f"{place}: {_NO_FOLDER}")
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            said = _unwritable(error)
+            if place != self.path:
+                said = f"cannot be created ({place} {said})"
+            raise EnvironmentFault(f"{self.path}: {said}") from error
 
     def require_disk(self, needed_bytes: int) -> None:
         """Raises EnvironmentFault unless the run directory's disk has that much room."""
@@ -288,12 +315,17 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def require_disk(path: Path, needed_bytes: int) -> None:
     """Raises EnvironmentFault unless the disk of path (or its nearest parent) has that much room."""
-    place = next(p for p in (path, *path.parents) if p.exists())
+    place = nearest_folder(path)
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise EnvironmentFault(
             f"{place}: {free / 1e9:.2f} GB of disk is free, {needed_bytes / 1e9:.2f} GB is needed"
         )
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that there is."""
+    return next(p for p in (path, *path.parents) if p.exists())
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -326,6 +358,16 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
     return kind if any(name in kind for name in _NETWORK_FILE_SYSTEMS) else None
 
 
+def _unwritable(error: OSError) -> str:
+    return f"cannot be written ({_reason(error)})"
+
+
+def _reason(error: OSError) -> str:
+    """`read-only file system`."""
+    said = error.strerror or str(error)
+    return said[:1].lower() + said[1:]
+
+
 def _flush(path: Path) -> None:
     """Forces a file or directory to disk, so that a rename is never seen before its data."""
     handle = os.open(path, os.O_RDONLY)
@@ -333,28 +375,3 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that this code runs from, with + where it has local changes."""
-    folder = Path(__file__).parent
-    if not (folder.parent / ".git").exists() or shutil.which("git") is None:
-        return None
-    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-    outputs = [
-        subprocess.run(["git", "-C", str(folder), *c], capture_output=True, text=True, check=False)
-        for c in commands
-    ]
-    if any(output.returncode for output in outputs):
-        return None
-    return outputs[0].stdout.strip() + ("+" if outputs[1].stdout.strip() else "")

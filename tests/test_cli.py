@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,39 @@ def test_report_of_no_run_is_status_2(tmp_path: Path) -> None:
     status, output = call("report", tmp_path)
     assert status == 2
     assert "run directory" in output
+
+
+@pytest.mark.parametrize(
+    "command", [["report"], ["fidelity"], ["dashboard"], ["export", "--knee", "--to", "out"]]
+)
+def test_a_file_is_no_run(run_config: Path, command: list[str]) -> None:
+    status, output = call(*command, run_config)
+    assert status == 2
+    assert output == f"archsearch: {run_config}: is a file; a run directory is expected\n"
+
+
+@pytest.mark.parametrize("command", [["report"], ["fidelity", "--dry-run"], ["dashboard"]])
+def test_a_run_that_cannot_be_written_is_status_3(
+    scored_run: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    (scored_run / "study.db").touch()
+
+    def fail(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    status, output = call(*command, scored_run)
+    assert status == 3
+    assert output == f"archsearch: {scored_run}: cannot be written (read-only file system)\n"
+
+
+@pytest.mark.parametrize("command", [["score"], ["run", "--dry-run"]])
+def test_a_run_directory_that_cannot_be_made_is_status_3_before_any_work(
+    run_config: Path, command: list[str]
+) -> None:
+    status, output = call(*command, run_config, "--run-dir", "/proc/foo")
+    assert status == 3
+    assert output.splitlines()[1].startswith("archsearch: /proc/foo: cannot be created (/proc ")
 
 
 @pytest.mark.parametrize("options", [[], ["--knee", "--candidate", "3"]])

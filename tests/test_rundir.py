@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,67 @@ def test_a_lock_is_free_again_after_the_block(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="not a directory"), RunDir(tmp_path / "run"):
+    with pytest.raises(ConfigError, match="is a file; a run"), RunDir(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("inner", ["", "/deeper"])
+def test_a_directory_under_a_file_is_refused(tmp_path: Path, inner: str) -> None:
+    (tmp_path / "run").write_text("")
+    run_dir = RunDir(f"{tmp_path}/run{inner}")
+    for attempt in (run_dir.__enter__, run_dir.require_writable, run_dir.load_config):
+        with pytest.raises(ConfigError, match=r"run: is a file; a run directory is expected$"):
+            attempt()
+
+
+def refuse(code: int) -> Callable[..., None]:
+    """A system call that fails in that way, as a disk mounted read-only makes it: chmod does not stop root."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(errno.EROFS, "read-only file system"), (errno.EACCES, "permission denied")],
+)
+def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    there, new = RunDir(tmp_path), RunDir(tmp_path / "new" / "run")
+    there.require_writable()
+    new.require_writable()
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr("builtins.open", refuse(code))
+    monkeypatch.setattr("os.mkdir", refuse(code))
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse(code))
+    for attempt in (there.__enter__, there.require_writable):
+        with pytest.raises(EnvironmentFault) as caught:
+            attempt()
+        assert str(caught.value) == f"{tmp_path}: cannot be written ({reason})"
+    with pytest.raises(EnvironmentFault, match=rf"^{new.path}: cannot be created \({reason}\)$"):
+        new.__enter__()
+    with pytest.raises(EnvironmentFault) as caught:
+        new.require_writable()
+    assert str(caught.value) == (
+        f"{new.path}: cannot be created ({tmp_path} cannot be written ({reason}))"
+    )
+
+
+def test_a_place_that_takes_no_folder_is_named_before_its_disk() -> None:
+    with pytest.raises(EnvironmentFault, match=r"^/proc/foo: cannot be created \(/proc cannot be"):
+        RunDir("/proc/foo").require_writable()
+
+
+def test_a_disk_that_fills_up_is_a_fault_of_the_machine(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault) as caught, RunDir(tmp_path).replacing("train.npy"):
+        refuse(errno.ENOSPC)()
+    assert str(caught.value) == f"{tmp_path}: cannot be written (no space left on device)"
+    with pytest.raises(OSError, match="No such device"), RunDir(tmp_path).replacing("train.npy"):
+        refuse(errno.ENODEV)()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:
@@ -172,8 +233,12 @@ def test_a_field_that_is_new_since_the_run_counts_with_its_default(tmp_path: Pat
 
 def test_a_config_of_another_version_is_named(tmp_path: Path) -> None:
     RunDir(tmp_path).write_json("config.json", {"schema": 0})
-    with pytest.raises(ConfigError, match="of another version"):
+    with pytest.raises(ConfigError) as caught:
         RunDir(tmp_path).load_config()
+    assert str(caught.value) == (
+        f"{tmp_path}/config.json: damaged or of another version: schema: 0 is not allowed; allowed: 1 "
+        "(and 2 more problems)"
+    )
 
 
 def test_stages_are_remembered(tmp_path: Path) -> None:
