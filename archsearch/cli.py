@@ -86,12 +86,15 @@ def validate(config: ConfigPath, overrides: Overrides = None, debug: Debug = Fal
     with faults(debug):
         settings = load_config(config, overrides or [])
         from .models.teacher import inspect_teacher
+        from .pipeline import warning_lines
         from .preflight import check_config, check_machine
 
         with naming(config, overrides):
             check_machine(settings)
             info = inspect_teacher(settings.teacher)
             check_config(settings, info)
+        for line in warning_lines(settings):
+            typer.echo(line)
         typer.echo(f"{config}: valid for {settings.teacher.source} ({info.shape.family})")
 
 
@@ -257,7 +260,7 @@ def _run(
     tells_backends: bool,
 ) -> None:
     settings = load_config(config, overrides or [])
-    from .pipeline import plan_run, run_stages
+    from .pipeline import plan_run, run_stages, warning_lines
 
     _tell_backends(tells_backends)
     printer = Printer()
@@ -265,7 +268,8 @@ def _run(
     printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
     with naming(config, overrides):
         plan = plan_run(settings, place, last=last)
-    for line in plan.lines():
+    warned = warning_lines(settings, place) if dry_run else []
+    for line in (*plan.lines(), *warned):
         printer.line(line)
     if not dry_run:
         run_stages(settings, place, printer, last=last)

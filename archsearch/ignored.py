@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator
 from typing import get_args
 
 from .config import FullConfig, ProbeConfig, RetrievalKind, RunConfig, ScoreMethod, Section
+from .data.documents import marks_documents
 from .footprint import TRAIN
 from .models.teacher import pick_device
-from .plan import scored_methods, texts
+from .plan import scored_methods, text_origin, texts
 from .search.seeds import DRAWN
 
 Row = tuple[tuple[str, ...], bool, str]
@@ -38,7 +39,7 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
             if _is_set(config, path) and not any(f"{path}.".startswith(f"{n}.") for n in named):
                 named.append(path)
                 found.append(f"{path} is ignored: {reason}")
-    return [*_ignored_sources(config), *found]
+    return [*_ignored_sources(config), *found, *_weakened(config)]
 
 
 def has_haystacks(probes: ProbeConfig) -> bool:
@@ -52,6 +53,27 @@ def _ignored_sources(config: RunConfig) -> Iterator[str]:
         for key, source in uses.items():
             if key in text.model_fields_set and text.source != source:
                 yield f"data.{part}.{key} is ignored: data.{part}.source is {text.source}, not {source}"
+
+
+def _weakened(config: RunConfig) -> Iterator[str]:
+    """Sentences on fields that do less than they say."""
+    supernet, distill, length = config.supernet, config.distill, config.data.sequence_length
+    distilled = bool(max(config.search.proxy_tokens))
+    for name, section, is_read in (
+        ("supernet", supernet, supernet.source == TRAIN),
+        ("distill", distill, distilled),
+    ):
+        if is_read and section.batch_tokens < length and _is_set(section, "batch_tokens"):
+            yield (
+                f"{name}.batch_tokens: {section.batch_tokens} is less than a sequence of data.sequence_length {length} "
+                "tokens: a batch is one sequence"
+            )
+    train = config.data.train
+    if distill.packed and distilled and not marks_documents(train):
+        yield (
+            f"distill.packed: text from {text_origin(train)} does not mark its documents: they end at end-of-text tokens "
+            "alone, and a row without any stays whole"
+        )
 
 
 def _text_rows(config: RunConfig) -> Iterator[Row]:

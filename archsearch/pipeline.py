@@ -43,6 +43,15 @@ def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> P
     return plan
 
 
+def warning_lines(
+    config: RunConfig, run_dir: RunDir | None = None, methods: Collection[ScoreMethod] | None = None
+) -> list[str]:
+    """What a run prints before it begins: options without effect on its scores (all of a run's where methods are None),
+    and what is unwise about its place."""
+    unwise = run_dir.warnings() if run_dir is not None else []
+    return [f"warning: {said}" for said in (*unwise, *ignored_options(config, methods))]
+
+
 def run_stages(
     config: RunConfig, run_dir: RunDir, printer: Printer, *, last: str = STAGES[-1]
 ) -> None:
@@ -95,8 +104,8 @@ def _opened(
     with run_dir, MemoryWatch() as memory:
         run_dir.freeze_config(config, scored_inputs(config))
         run_dir.record_provenance(config.seed)
-        for warning in [*run_dir.warnings(), *ignored_options(config, methods)]:
-            printer.line(f"warning: {warning}")
+        for line in warning_lines(config, run_dir, methods):
+            printer.line(line)
         use_kernels(config.kernels)
         with kernel_faults():
             yield RunContext(config, run_dir), memory

@@ -37,6 +37,19 @@ def test_validate_names_the_family(run_config: Path) -> None:
     assert "qwen3" in output
 
 
+def test_options_without_effect_are_named_before_any_work_too(
+    run_config: Path, tmp_path: Path
+) -> None:
+    said = "warning: data.train.path is ignored: data.train.source is teacher, not file"
+    words = (run_config, "--set", "data.train.path=a.txt")
+    status, output = call("validate", *words)
+    assert status == 0, output
+    assert output.splitlines()[0] == said
+    status, output = call("run", *words, "--run-dir", tmp_path / "run", "--dry-run")
+    assert status == 0, output
+    assert output.splitlines()[-1] == said
+
+
 def test_misspelt_key_is_status_2_and_one_line(run_config: Path) -> None:
     run_config.write_text(run_config.read_text().replace("trials: 10", "trails: 10"))
     status, output = call("validate", run_config)

@@ -75,6 +75,23 @@ OWN = {"retrieval": [], "general": [], "pairs_file": "own.jsonl"}
             "supernet.replay is ignored: the teacher is on the CPU",
         ),
         ({"distill": {"replay": True}, **LONG}, "distill.replay is"),
+        (
+            {"supernet": {"batch_tokens": 9}},
+            "supernet.batch_tokens: 9 is less than a sequence of data.sequence_length 1024 tokens: a batch is one",
+        ),
+        ({"distill": {"batch_tokens": 1023}, **LONG}, "distill.batch_tokens: 1023 is less than"),
+        (
+            {"distill": {"packed": True}, **LONG},
+            "distill.packed: text from the teacher does not mark its documents: they end at end-of-text",
+        ),
+        (
+            {
+                "distill": {"packed": True},
+                "data": {"train": {"source": "file", "path": "a.npy"}},
+                **LONG,
+            },
+            "distill.packed: text from a.npy does not mark",
+        ),
         ({"long_context": {"tokens": 9}}, "long_context is ignored: no command reads it"),
     ],
 )
@@ -123,6 +140,20 @@ def test_nothing_is_named_where_every_option_counts() -> None:
         distill={"teacher_logits": "topk", "top_k": 9, "cache_gib": 1.0},
     )
     assert ignored_options(config) == []
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"source": "docstrings"},
+        {"source": "datasets", "name": "a"},
+        {"source": "file", "path": "a.jsonl"},
+        {"source": "file", "path": "a.parquet"},
+    ],
+)
+def test_documents_that_are_marked_can_be_packed(train: dict[str, Any]) -> None:
+    distill = {"packed": True, "batch_tokens": 1024}
+    assert ignored_options(config_with(data={"train": train}, distill=distill, **LONG)) == []
 
 
 def test_options_of_a_score_count_where_it_is_asked_for_alone() -> None:

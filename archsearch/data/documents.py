@@ -19,6 +19,8 @@ from ..errors import ArchsearchError, ConfigError, EnvironmentFault
 _BLOCK_CHARS = 1 << 16
 _DOCSTRING_CHARS = 200
 """Docstrings shorter than that are labels rather than text."""
+_UNMARKED = (".txt", ".npy")
+"""Files that do not say where documents begin."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,14 @@ def open_corpus(text: TextConfig, path: Path | None) -> Corpus:
     if reader is None:
         allowed = ", ".join([*_READERS, ".npy"])
         raise ConfigError(f"text path {path}: ends in {path.suffix!r}; allowed: {allowed}")
-    return Corpus(f"text path {path}", reader(path, text.column), separate=path.suffix != ".txt")
+    return Corpus(f"text path {path}", reader(path, text.column), path.suffix not in _UNMARKED)
+
+
+def marks_documents(text: TextConfig) -> bool:
+    """Whether the text is made of documents whose starts are known; plain text, arrays and drawn text are not."""
+    if text.source == "file":
+        return Path(str(text.path)).suffix not in _UNMARKED
+    return text.source != "teacher"
 
 
 def _plain_texts(path: Path, _column: str) -> Iterator[str]:
