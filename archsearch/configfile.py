@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from .config import SCHEMA, RunConfig
@@ -185,16 +186,39 @@ def _problem(detail: ErrorDetails) -> str:
         if kind == "int_type" and isinstance(value, float) and value.is_integer():
             wanted += f", write {int(value)}"
         return f"{_kind(value)} {value!r} is the wrong type; allowed: {wanted}"
-    return f"{value!r} is not allowed; allowed: {_bound(kind, context) or detail['msg']}"
+    is_number = kind.startswith(("greater_than", "less_than"))
+    allowed = _range(tuple(detail["loc"])) if is_number else _length(kind, context)
+    return f"{value!r} is not allowed; allowed: {allowed or detail['msg']}"
 
 
-def _bound(kind: str, context: Mapping[str, Any]) -> str:
-    """What a pydantic bound allows, or "" where the kind of error is no bound."""
+def _range(path: KeyPath) -> str:
+    """The numbers that the field at path may hold."""
+    names = [step for step in path if isinstance(step, str)]
+    model = _model(tuple(names[:-1]))
+    assert model is not None, path
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    field, bounds = fields[names[-1]], dict[str, float]()
+    for item in (*field.metadata, *_metadata(field.annotation)):
+        bounds |= {n: getattr(item, n) for n in ("ge", "gt", "le", "lt") if hasattr(item, n)}
+    if bounds.keys() == {"ge", "le"}:
+        return f"{bounds['ge']:g} to {bounds['le']:g}"
+    words = {"ge": "at least {:g}", "gt": "more than {:g}", "le": "at most {:g}"}
+    if len(bounds) == 1:
+        words |= {"ge": "{:g} or more", "le": "{:g} or less"}
+    return " and ".join(words.get(n, "less than {:g}").format(b) for n, b in bounds.items())
+
+
+def _metadata(annotation: Any) -> Iterator[Any]:
+    """What Annotated says anywhere within an annotation."""
+    for item in getattr(annotation, "__metadata__", ()):
+        yield from item.metadata if isinstance(item, FieldInfo) else (item,)
+    for argument in get_args(annotation):
+        yield from _metadata(argument)
+
+
+def _length(kind: str, context: Mapping[str, Any]) -> str:
+    """What a pydantic bound of a length or a pattern allows, or "" where the kind of error is none."""
     bounds = {
-        "greater_than_equal": "{ge:g} or more",
-        "greater_than": "more than {gt:g}",
-        "less_than_equal": "{le:g} or less",
-        "less_than": "less than {lt:g}",
         "too_short": "at least {min_length} of them",
         "too_long": "at most {max_length} of them",
         "string_pattern_mismatch": "a text like {pattern}",
@@ -223,12 +247,18 @@ def _suggestion(path: KeyPath) -> str:
 
 def _fields(path: KeyPath) -> dict[str, Any]:
     """Key -> annotation of the section at path; empty where path leads to no section."""
-    model: Any = RunConfig
+    model = _model(path)
+    return _keys(model) if model else {}
+
+
+def _model(path: KeyPath) -> type[BaseModel] | None:
+    """The section class at path, None where path leads to no section."""
+    model: type[BaseModel] | None = RunConfig
     for step in path:
         if isinstance(step, int):
             continue
         model = _section(_keys(model).get(step)) if model else None
-    return _keys(model) if model else {}
+    return model
 
 
 def _keys(model: type[BaseModel]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ RetrievalKind = Literal["single", "multikey", "multivalue", "multiquery", "track
 """Retrieval sub-probes after RULER: needles in a haystack, and variable tracking."""
 GeneralKind = Literal["copying", "labels", "arithmetic", "lookup", "agreement"]
 """General sub-probes: short prompts that need no data set."""
-ProbeKind = RetrievalKind | GeneralKind
+ProbeKind = Literal[RetrievalKind, GeneralKind]
 
 Metric = Literal[
     "kl",

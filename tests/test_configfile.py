@@ -71,8 +71,8 @@ def test_values_of_yaml_1_2(tmp_path: Path) -> None:
             "run.yaml:5: search.trials: float 40.0 is the wrong type; allowed: a whole number, write 40",
         ),
         (
-            "search: {sampler: tpee}",
-            "run.yaml:5: search.sampler: 'tpee' is not allowed; allowed: 'tpe', 'nsga2' or 'random'",
+            "execution: {executor: rays}",
+            "run.yaml:5: execution.executor: 'rays' is not allowed; allowed: 'ray' or 'serial'",
         ),
         (
             "search:\n  trials: 3\n\n  trials: 4",
@@ -80,11 +80,40 @@ def test_values_of_yaml_1_2(tmp_path: Path) -> None:
         ),
         (
             "data: {niah_share: 1.5}",
-            "run.yaml:5: data.niah_share: 1.5 is not allowed; allowed: 1 or less",
+            "run.yaml:5: data.niah_share: 1.5 is not allowed; allowed: 0 to 1",
         ),
         (
             "data: {niah_share: -1}",
-            "run.yaml:5: data.niah_share: -1 is not allowed; allowed: 0 or more",
+            "run.yaml:5: data.niah_share: -1 is not allowed; allowed: 0 to 1",
+        ),
+        (
+            "scoring: {decay: 0}",
+            "run.yaml:5: scoring.decay: 0 is not allowed; allowed: more than 0 and at most 1",
+        ),
+        (
+            "supernet: {init: {write: constant, write_strength: 1.5}}",
+            "run.yaml:5: supernet.init.write_strength: 1.5 is not allowed; allowed: 0.01 to 0.99",
+        ),
+        (
+            "supernet: {stop_gain: 1.5, stop_below: 0.1}",
+            "run.yaml:5: supernet.stop_gain: 1.5 is not allowed; allowed: 0 to 1",
+        ),
+        (
+            "search: {seeds: {fa_shares: [0.5, 1.0]}}",
+            "run.yaml:5: search.seeds.fa_shares[1]: 1.0 is not allowed; allowed: more than 0 and less than 1",
+        ),
+        (
+            "supernet: {learning_rate: -1e-3}",
+            "run.yaml:5: supernet.learning_rate: -0.001 is not allowed; allowed: more than 0",
+        ),
+        (
+            "search: {max_promoted: 0}",
+            "run.yaml:5: search.max_promoted: 0 is not allowed; allowed: 1 or more",
+        ),
+        (
+            "probes: {kinds: [single, foo]}",
+            "run.yaml:5: probes.kinds[1]: 'foo' is not allowed; allowed: 'single', 'multikey', 'multivalue', "
+            "'multiquery', 'tracking', 'copying', 'labels', 'arithmetic', 'lookup' or 'agreement'",
         ),
         (
             "search:\n  objectives:\n  - {metric: kl, direction: up}",
