@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .metrics import GeneralKind, Metric, MetricName, ProbeKind, RetrievalKind
+from .searchconfig import HalvingConfig
 from .studentconfig import FullConfig, StudentConfig
 from .textconfig import (
     DataConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "GdnConfig",
     "GeneralKind",
     "HalfLifeName",
+    "HalvingConfig",
     "HarnessConfig",
     "HeldoutConfig",
     "LongContextConfig",
@@ -247,7 +249,8 @@ class SearchConfig(Section):
     constraints: tuple[ConstraintConfig, ...] = ()
     proxy_tokens: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=3)] = (0,)
     """Distillation tokens before evaluation: the first for every candidate, each later one for the
-    fronts of the one before (the front, the seeds' and the random control's)."""
+    fronts of the one before (the front, the seeds' and the random control's), or for those that halving takes."""
+    halving: HalvingConfig | None = None
     max_promoted: Positive | None = None
     """Most points of each of these fronts that go on, those that add most hypervolume; all where not given."""
     seeds: SeedConfig = SeedConfig()
@@ -264,6 +267,8 @@ class SearchConfig(Section):
             raise ValueError("operators needs at least two different operators")
         if list(self.proxy_tokens) != sorted(set(self.proxy_tokens)):
             raise ValueError("proxy_tokens must ascend without repeats")
+        if self.halving is not None and self.max_promoted is not None:
+            raise ValueError("max_promoted and halving both say who goes on; allowed: one of them")
         metrics = [objective.metric for objective in self.objectives]
         if len(set(metrics)) != len(metrics):
             raise ValueError("objectives name a metric twice")

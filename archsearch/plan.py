@@ -338,7 +338,9 @@ def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
     candidates = search.trials * (2 if search.random_control else 1)
     tokens = evaluation_tokens(config)
     each = [speed.forward * (tokens + 4 * steps) for steps in search.proxy_tokens]
-    counts = [candidates, *[promoted_candidates(config)] * (len(each) - 1)]
+    counts = [candidates]
+    while len(counts) < len(each):
+        counts.append(promoted_candidates(config, counts[-1]))
     control = f" and {search.trials} random" if search.random_control else ""
     proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
     tasks = f", lm-eval's {', '.join(config.harness.tasks)} not counted" * bool(
@@ -368,9 +370,15 @@ def _retention_tokens(config: RunConfig) -> int:
     return (3 + baselines) * asked + baselines * 4 * max(proxies)
 
 
-def promoted_candidates(config: RunConfig) -> int:
-    """Candidates of a later rung: a third of the trials are on the fronts of search and seeds, a fifth of the random ones."""
+def promoted_candidates(config: RunConfig, before: int | None = None) -> int:
+    """Candidates of a later rung: those that halving keeps of the rung before, or those on fronts.
+
+    A third of the trials are on the fronts of search and seeds, a fifth of the random ones.
+    """
     search = config.search
+    if search.halving is not None:
+        first = search.trials * (2 if search.random_control else 1)
+        return max(1, math.ceil(search.halving.keep * (before or first)))
     most = search.max_promoted or search.trials
     control = min(search.trials // 5, most) if search.random_control else 0
     return max(1, min(search.trials // 3, 2 * most) + control)

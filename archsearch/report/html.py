@@ -24,6 +24,7 @@ from .tables import (
     hypervolume_table,
     share_table,
     split_metrics,
+    pruned_table,
     stage_table,
 )
 
@@ -38,6 +39,7 @@ def html_report(summary: RunSummary) -> str:
         *scores_html(summary.scores),
         *(_earlier_plots(summary, rung) for rung in reversed(summary.rungs[:-1])),
         table_html(failure_table(summary)),
+        table_html(pruned_table(summary)),
         table_html(stage_table(summary)),
         *(_all_candidates(summary, rung) for rung in reversed(summary.rungs)),
         '<div id="tip" role="status"></div>',

@@ -14,6 +14,7 @@ from .tables import (
     candidate_tables,
     failure_table,
     hypervolume_table,
+    pruned_table,
     share_table,
     stage_table,
 )
@@ -23,7 +24,12 @@ def markdown_report(summary: RunSummary) -> str:
     """All tables of a run, one after the other."""
     tables = _search_tables(summary) if summary.rungs else []
     tables += fidelity_tables(summary.fidelity)
-    tables += [*score_tables(summary.scores), failure_table(summary), stage_table(summary)]
+    tables += [
+        *score_tables(summary.scores),
+        failure_table(summary),
+        pruned_table(summary),
+        stage_table(summary),
+    ]
     parts = [markdown_table(table) for table in tables if table.rows]
     if summary.scores.similarity is not None:
         parts.append(f"## Similarity\n\n{similarity_caption(summary.scores.similarity)}")

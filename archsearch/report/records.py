@@ -177,6 +177,8 @@ class RunSummary:
     objectives: tuple[Objective, ...]
     rungs: tuple[Rung, ...]
     failures: tuple[Failure, ...] = ()
+    pruned: tuple[Failure, ...] = ()
+    """Candidates that did not go on to a proxy of so many tokens."""
     stages: tuple[dict[str, Any], ...] = ()
     methods: tuple[dict[str, Any], ...] = ()
     """Seconds of each scoring method."""

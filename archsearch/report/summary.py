@@ -24,7 +24,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
     Raises ConfigError where the directory is no run, has neither of them yet, or holds damaged files.
     """
     config = run_dir.load_config()
-    rungs, failures = _read_rungs(run_dir, config)
+    rungs, failures, pruned = _read_rungs(run_dir, config)
     scores = read_score_files(run_dir)
     if not rungs and not scores:
         raise ConfigError(
@@ -39,6 +39,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         ),
         rungs=tuple(rungs),
         failures=tuple(failures),
+        pruned=tuple(pruned),
         stages=tuple(stages),
         methods=tuple(methods),
         scores=scores,
@@ -48,9 +49,11 @@ def read_summary(run_dir: RunDir) -> RunSummary:
     )
 
 
-def _read_rungs(run_dir: RunDir, config: RunConfig) -> tuple[list[Rung], list[Failure]]:
+def _read_rungs(
+    run_dir: RunDir, config: RunConfig
+) -> tuple[list[Rung], list[Failure], list[Failure]]:
     if config.search.storage is None and not (run_dir / "study.db").exists():
-        return [], []
+        return [], [], []
     facts: dict[str, Any] = run_dir.read_json("teacher.json")
     shape = ModelShape(**facts["model"])
     outcome = read_outcome(config, run_dir, shape)
@@ -59,7 +62,13 @@ def _read_rungs(run_dir: RunDir, config: RunConfig) -> tuple[list[Rung], list[Fa
         for rung in outcome.rungs
         for f in rung.failures
     ]
-    return [_rung(rung) for rung in outcome.rungs if rung.search or rung.control], failures
+    pruned = [
+        Failure(row.candidate, row.method, rung.proxy_tokens, row.reason)
+        for rung in outcome.rungs
+        for row in (*rung.pruned[0], *rung.pruned[1])
+    ]
+    rungs = [_rung(rung) for rung in outcome.rungs if rung.search or rung.control]
+    return rungs, failures, pruned
 
 
 def _rung(rung: RungOutcome) -> Rung:

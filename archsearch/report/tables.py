@@ -228,3 +228,25 @@ def failure_table(summary: RunSummary) -> Table:
         for f in summary.failures
     )
     return Table("Failed trials", ("candidate", "source", "proxy tokens", "reason"), rows)
+
+
+def pruned_table(summary: RunSummary) -> Table:
+    """Who did not go on from proxy to proxy, by reason; the random control apart from the others."""
+    found: dict[tuple[int, bool, str], list[int]] = {}
+    for row in summary.pruned:
+        key = (row.proxy_tokens, row.method == "random-control", row.reason)
+        found.setdefault(key, []).append(row.candidate)
+    rows = tuple(
+        (
+            f"{tokens:,}",
+            "random control" if control else "",
+            reason,
+            str(len(numbers)),
+            ", ".join(map(str, numbers)),
+        )
+        for (tokens, control, reason), numbers in sorted(found.items(), key=lambda item: item[0])
+    )
+    columns = ("proxy tokens not reached", "of", "reason", "candidates", "numbers")
+    return Table(
+        "Pruned candidates", columns, rows, "They keep what was measured after the proxies before."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import get_args
 
@@ -15,6 +16,7 @@ from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
 from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
+from .promotion import Pruned, promote
 from .proposals.base import Proposals
 from .proposals.ranked import RankedProposals
 from .retention import baseline_seeds, measure_retention
@@ -76,6 +78,21 @@ def _real_executor(config: RunConfig, run_dir: RunDir) -> Executor:
     return open_executor(config.execution, TrialWorker, payload)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """What one study of a rung has to evaluate, and who of the rung before did not get there."""
+
+    jobs: Sequence[Job]
+    pruned: Sequence[Pruned] = ()
+    tokens_before: int = 0
+    control: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it needs a study."""
+        return not self.control or bool(self.jobs or self.pruned)
+
+
 class _Search:
     """The rungs of one search and what they share."""
 
@@ -90,8 +107,8 @@ class _Search:
     ) -> None:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
-        space = RankedSpace(shape, scores, search.constraints, config.cost)
         name = study_name(config, search.proxy_tokens[0])
+        space = RankedSpace(shape, scores, search.constraints, config.cost)
         self._proposals: Proposals = RankedProposals(config, space, name)
         self._seeds = seed_maps(shape, scores, search.seeds, config.seed, config.cost)
         if len(self._seeds) > search.trials:
@@ -104,21 +121,14 @@ class _Search:
         """Evaluates every rung, each on the fronts of the one before."""
         rungs: list[RungOutcome] = []
         for rung, tokens in enumerate(self._config.search.proxy_tokens):
-            if rungs:
-                search, control = map(
-                    _repeats, rungs[-1].fronts.promoted(self._config.search.max_promoted)
-                )
-            else:
-                search, control = self._first_jobs()
-            self._total += len(search) + len(control)
-            studies = [self._evaluate(executor, rung, search, control=False)]
-            if control:
-                studies.append(self._evaluate(executor, rung, control, control=True))
+            groups = self._later_groups(rungs[-1]) if rungs else self._first_groups()
+            self._total += sum(len(group.jobs) for group in groups)
+            studies = [self._evaluate(executor, rung, group) for group in groups if group.wanted]
             rungs.append(collect(self._config, tokens, studies))
         return SearchOutcome(rungs)
 
-    def _first_jobs(self) -> tuple[list[Job], list[Job]]:
-        """The first rung's candidates: the seeds, what the sampler will choose, and the control."""
+    def _first_groups(self) -> list[_Group]:
+        """The first rung's candidates: the seeds, what will be proposed, and the control."""
         trials = self._config.search.trials
         search = [
             Job(number, seed.head_map, seed.method, seed.also)
@@ -126,24 +136,33 @@ class _Search:
         ]
         search += [Job(number) for number in range(len(search), trials)]
         if not self._config.search.random_control:
-            return search, []
+            return [_Group(search)]
         maps = _random_maps(self._shape, self._config.seed, trials)
-        return search, [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
+        control = [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
+        return [_Group(search), _Group(control, control=True)]
 
-    def _evaluate(
-        self, executor: Executor, rung: int, jobs: Sequence[Job], *, control: bool
-    ) -> RungStudy:
+    def _later_groups(self, before: RungOutcome) -> list[_Group]:
+        """Those that go on from the rung before."""
+        config = self._config.search
+        found = promote(config, before.fronts, before.search, before.control)
+        return [
+            _Group(_repeats(promotion.chosen), promotion.pruned, before.proxy_tokens, bool(control))
+            for control, promotion in enumerate(found)
+        ]
+
+    def _evaluate(self, executor: Executor, rung: int, group: _Group) -> RungStudy:
         config = self._config
-        name = study_name(config, config.search.proxy_tokens[rung], control=control)
+        name = study_name(config, config.search.proxy_tokens[rung], control=group.control)
         records = RungStudy(open_study(self._storage, name, config), self._storage, self._shape)
+        records.mark_pruned(group.pruned, group.tokens_before)
         Rung(
             config,
             self._run_dir,
             records,
             executor,
             rung=rung,
-            jobs=jobs,
-            proposals=self._proposals if rung == 0 and not control else None,
+            jobs=group.jobs,
+            proposals=self._proposals if rung == 0 and not group.control else None,
             finished=self._advance,
             say=self._say,
         ).run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,10 +85,36 @@ class Scale:
         kept = [c for c in candidates if c.feasible]
         if not kept:
             return 0.0
-        losses = self.losses(kept)
-        if losses.shape[1] == 1:
-            return float(max(0.0, 1 - losses.min()))
-        return float(moocore.hypervolume(losses, ref=np.ones(losses.shape[1])))
+        return dominated_share(self.losses(kept))
+
+    def spread(
+        self, candidates: Sequence[Candidate], count: int, given: Sequence[Candidate] = ()
+    ) -> list[Candidate]:
+        """count of them one by one, always the one that adds most hypervolume to given and those before it; of equals the first.
+
+        What one adds only shrinks while others are picked, so that an old figure is a bound and few are computed anew.
+        """
+        losses = self.losses([*candidates, *given])
+        others = list(range(len(candidates), len(losses)))
+        chosen: list[int] = []
+        volume = dominated_share(losses[others]) if others else 0.0
+        heap = [(-math.inf, place) for place in range(len(candidates))]
+        while heap and len(chosen) < count:
+            _, place = heapq.heappop(heap)
+            gain = dominated_share(losses[[*others, *chosen, place]]) - volume
+            if heap and (-gain, place) > heap[0]:
+                heapq.heappush(heap, (-gain, place))
+                continue
+            chosen.append(place)
+            volume += gain
+        return [candidates[place] for place in chosen]
+
+
+def dominated_share(losses: NDArray[np.float64]) -> float:
+    """Share of the box between ideal and reference that losses [candidates, objectives] of a Scale dominate."""
+    if losses.shape[1] == 1:
+        return float(max(0.0, 1 - losses.min()))
+    return float(moocore.hypervolume(losses, ref=np.ones(losses.shape[1])))
 
 
 def pareto_front(candidates: Sequence[Candidate], scale: Scale) -> list[Candidate]:
@@ -154,11 +182,7 @@ class Fronts:
     def _thin(self, front: list[Candidate], most: int | None) -> list[Candidate]:
         if most is None or len(front) <= most:
             return front
-        chosen: list[Candidate] = []
-        while len(chosen) < most:
-            left = [c for c in front if c not in chosen]
-            chosen.append(max(left, key=lambda c: self.scale.hypervolume([*chosen, c])))
-        return sorted(chosen, key=lambda c: c.candidate)
+        return sorted(self.scale.spread(front, most), key=lambda c: c.candidate)
 
     def hypervolumes(self) -> dict[str, float]:
         """Hypervolume of each front, by name."""

@@ -10,7 +10,15 @@ from ..config import RunConfig
 from ..headmap import ModelShape
 from ..rundir import RunDir
 from .front import CONTROL, Candidate, Fronts
-from .study import Failure, RungStudy, find_study, head_map_text, open_storage, study_name
+from .study import (
+    Failure,
+    PrunedRow,
+    RungStudy,
+    find_study,
+    head_map_text,
+    open_storage,
+    study_name,
+)
 
 SCHEMA = 1
 
@@ -24,6 +32,8 @@ class RungOutcome:
     control: list[Candidate]
     failures: list[Failure]
     fronts: Fronts
+    pruned: tuple[list[PrunedRow], list[PrunedRow]] = ([], [])
+    """The search's candidates and the control's that did not get as far as this rung."""
 
     def to_json(self) -> dict[str, Any]:
         """The rung as an entry of trials.json."""
@@ -45,6 +55,7 @@ class RungOutcome:
                 for c in (*self.search, *self.control)
             ],
             "failures": [asdict(failure) for failure in self.failures],
+            "pruned": [asdict(row) for rows in self.pruned for row in rows],
         }
 
 
@@ -85,12 +96,14 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
     constrained = bool(config.search.constraints)
     found = [s.candidates(constrained=constrained) if s else [] for s in studies]
     search, control = found[0], found[1] if len(found) > 1 else []
+    pruned = [*(s.pruned() if s else [] for s in studies), []]
     return RungOutcome(
         tokens,
         search,
         control,
         [failure for study in studies if study for failure in study.failures()],
         Fronts.of(config.search.objectives, search, control, tokens),
+        (pruned[0], pruned[1]),
     )
 
 

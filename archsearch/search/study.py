@@ -25,11 +25,14 @@ from ..errors import ConfigError, EnvironmentFault
 from ..headmap import HeadMap, ModelShape
 from ..rundir import RESUMABLE, differences, network_file_system
 from .front import SEARCH, Candidate
+from .promotion import Pruned
 from .proposals.base import Evaluated
 from .samplers import VIOLATIONS, record_violations, recorded_violations
 
 ORPHANED = "orphaned"
 INTERRUPTED = "interrupted"
+PRUNED_AFTER = "pruned_after"
+"""User attribute of a trial that was never begun: the tokens after which its candidate did not go on."""
 LOCK_SECONDS = 60
 """How long a write waits for a reader, such as the dashboard, to let go of an SQLite file."""
 
@@ -49,6 +52,15 @@ class OpenTrial:
 
     trial_id: int
     number: int
+
+
+@dataclass(frozen=True)
+class PrunedRow:
+    """A candidate that did not get as far as a rung, and why."""
+
+    candidate: int
+    method: str
+    reason: str
 
 
 def study_name(config: RunConfig, tokens: int, *, control: bool = False) -> str:
@@ -178,12 +190,45 @@ class RungStudy:
         return self.study.get_trials(deepcopy=False)
 
     def attempts(self) -> dict[int, list[FrozenTrial]]:
-        """The trials of each candidate, oldest first."""
+        """The trials of each candidate that was begun, oldest first."""
         found: dict[int, list[FrozenTrial]] = defaultdict(list)
         for trial in self.trials():
-            if "candidate" in trial.user_attrs:
+            if "candidate" in trial.user_attrs and PRUNED_AFTER not in trial.user_attrs:
                 found[trial.user_attrs["candidate"]].append(trial)
         return dict(found)
+
+    def mark_pruned(self, pruned: Sequence[Pruned], tokens: int) -> None:
+        """Writes down who does not get as far as this study, tokens being those of the one before.
+
+        A candidate that has a trial here already, from a call that asked for more, keeps it.
+        """
+        marked = {t.user_attrs.get("candidate"): t for t in self.trials()}
+        for one in pruned:
+            own = one.candidate
+            last = marked.get(own.candidate)
+            if last is not None and (
+                PRUNED_AFTER not in last.user_attrs or last.user_attrs["reason"] == one.reason
+            ):
+                continue
+            attributes = {
+                "candidate": own.candidate,
+                "head_map": head_map_text(own.head_map),
+                "method": own.source,
+                "reason": one.reason,
+                PRUNED_AFTER: tokens,
+            }
+            template = create_trial(state=TrialState.PRUNED, user_attrs=attributes)
+            self.study._storage.create_new_trial(self.study._study_id, template)
+
+    def pruned(self) -> list[PrunedRow]:
+        """Candidates that did not get as far as this study."""
+        begun, found = self.attempts().keys(), {}
+        for trial in self.trials():
+            attributes = trial.user_attrs
+            if PRUNED_AFTER in attributes and attributes["candidate"] not in begun:
+                number = attributes["candidate"]
+                found[number] = PrunedRow(number, attributes["method"], attributes["reason"])
+        return [found[number] for number in sorted(found)]
 
     def begin(
         self,

@@ -239,11 +239,59 @@ def test_later_rungs_take_the_fronts_of_the_one_before(tmp_path: Path) -> None:
         (after,) = [c for c in second.search if c.candidate == before.candidate]
         assert after.head_map == before.head_map
         assert after.metrics["kl"] == pytest.approx(before.metrics["kl"] / 2)
+    for found, rows in ((first.search, second.pruned[0]), (first.control, second.pruned[1])):
+        on = {c.candidate for c in (promoted if found is first.search else control)}
+        assert [row.candidate for row in rows] == [
+            c.candidate for c in found if c.candidate not in on
+        ]
+        assert {row.reason for row in rows} <= {"on no front after 0 tokens"}
     total = 8 + 8 + len(promoted) + len(control)
     assert steps[-1] == (total, total)
     assert {c["proxy_tokens"] for c in read_log(tmp_path / "calls.jsonl")} == {0, 100}
     read = read_outcome(config, RunDir(tmp_path), SHAPE)
     assert [rung.to_json() for rung in read.rungs] == [rung.to_json() for rung in outcome.rungs]
+
+
+def halved(**more: Any) -> Any:
+    options = {"keep": 0.5, "bands": 2, "floor": 1, "seeds": False}
+    return fake_config(**{"trials": 16, "proxy_tokens": [0, 100, 300], "halving": options, **more})
+
+
+def test_halving_goes_from_proxy_to_proxy_and_names_who_stays_behind(tmp_path: Path) -> None:
+    outcome = fake_search(halved(), tmp_path)
+    assert [len(rung.search) for rung in outcome.rungs] == [16, 8, 4]
+    assert outcome.failed == 0
+    trials = json.loads((tmp_path / "trials.json").read_text())["rungs"]
+    for before, after, tokens in zip(trials, trials[1:], (0, 100), strict=False):
+        numbers = [row["candidate"] for row in (*after["candidates"], *after["pruned"])]
+        assert sorted(numbers) == sorted(row["candidate"] for row in before["candidates"])
+        assert all(row["reason"].startswith("halving: rank ") for row in after["pruned"])
+        marks = [
+            trial
+            for trial in trials_of(tmp_path, f"fake@{after['proxy_tokens']}")
+            if trial.state == TrialState.PRUNED
+        ]
+        assert [mark.user_attrs["pruned_after"] for mark in marks] == [tokens] * len(marks)
+        assert [
+            m.user_attrs["reason"] for m in sorted(marks, key=lambda m: m.user_attrs["candidate"])
+        ] == [row["reason"] for row in after["pruned"]]
+    before = trials_of(tmp_path, "fake@100")
+    fake_search(halved(), tmp_path)
+    assert trials_of(tmp_path, "fake@100") == before
+
+
+def test_more_trials_may_bring_back_who_was_pruned(tmp_path: Path) -> None:
+    first = fake_search(halved(), tmp_path)
+    longer = fake_search(halved(trials=28), tmp_path)
+    for rung in longer.rungs[1:]:
+        went = {c.candidate for c in rung.search}
+        assert not went & {row.candidate for row in rung.pruned[0]}
+        assert went >= {c.candidate for c in first.rungs[longer.rungs.index(rung)].search}
+    everyone = {c.candidate for c in longer.rungs[0].search}
+    reached = {c.candidate for c in longer.rungs[1].search}
+    assert reached | {row.candidate for row in longer.rungs[1].pruned[0]} == everyone
+    calls = Counter((c["candidate"], c["proxy_tokens"]) for c in read_log(tmp_path / "calls.jsonl"))
+    assert set(calls.values()) == {1}
 
 
 def test_distillation_goes_on_from_the_rung_before(tmp_path: Path) -> None:
