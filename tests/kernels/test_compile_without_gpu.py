@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from archsearch_kernels import interpreter  # noqa: E402
 from archsearch_kernels.gdn import kernel  # noqa: E402
 from archsearch_kernels.mixed.bench import draw_layer, plan_of  # noqa: E402
 from archsearch_kernels.mixed.operator import mixed_heads  # noqa: E402
@@ -78,6 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[Any, set[Variant]]:
         return note
 
     monkeypatch.setattr(JITFunction, "__getitem__", launch)
+    monkeypatch.setattr(interpreter, "DEVICES", ("cpu",))
     return seen
 
 
@@ -86,6 +88,14 @@ def run(full: tuple[int, ...]) -> None:
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     out = mixed_heads(**arguments, full_attention=lambda q, k, v: q + 0 * (k.sum() + v.sum()))
     torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_gpu_and_interpreter_a_call_says_what_is_needed() -> None:
+    with pytest.raises(
+        ValueError, match=r"^inputs are on cpu; allowed: a CUDA device, or the CPU "
+    ):
+        run(HEAD_MAPS[0])
 
 
 def test_head_maps_share_their_compilations(launches: dict[Any, set[Variant]]) -> None:

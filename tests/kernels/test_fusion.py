@@ -234,6 +234,8 @@ def test_plans() -> None:
         ((Head(False, 1),), "linear branch"),
         ((Head(False, 0, row=1), Head(False, 1, row=1)), "each row"),
         ((Head(False, 0, gate=-1),), "each gate"),
+        ((Head(False, 0.5),), "whole numbers"),
+        ((0,), "a sequence of Head"),
     ):
         with pytest.raises(ValueError, match=message):
             plan_fusion(wrong, DEVICE)
@@ -254,6 +256,8 @@ def test_wrong_inputs_are_refused() -> None:
         ("bias_RD", lambda x: x[:, :1], "bias must be"),
         ("bias_RD", lambda x: torch.cat((x, x)), "bias 6"),
         ("gate_BTED", lambda x: x[:, :, :2], "gate must be"),
+        ("gate_BTED", lambda x: x.tolist(), "gate must be a tensor; got list"),
+        ("gamma_RD", lambda x: x.tolist(), "gamma must be a tensor; got list"),
         ("gate_BTED", lambda x: x.double(), "gate must be"),
     ):
         with pytest.raises(ValueError, match=message):

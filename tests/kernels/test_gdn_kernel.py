@@ -23,7 +23,9 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from archsearch_kernels.gdn import forward_kernels as kernels  # noqa: E402
+from archsearch_kernels.gdn import inputs as inputs_module  # noqa: E402
 from archsearch_kernels.gdn import kernel, transform_kernels  # noqa: E402
+from archsearch_kernels.gdn.operator import gated_delta_net  # noqa: E402
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TOLERANCE = {torch.float32: 1e-5 if DEVICE == "cpu" else 1e-4, torch.bfloat16: 1e-2}
@@ -81,6 +83,7 @@ def true_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter multiplies the bits of bf16 numbers as if they were integers, and rounds towards zero."""
     if DEVICE != "cpu":
         return
+    monkeypatch.setattr(inputs_module, "INTERPRETED_DTYPES", inputs_module.DTYPES)
     builder, bf16 = interpreter.InterpreterBuilder, triton.language.bfloat16
     create_dot, cast = builder.create_dot, builder.cast_impl
 
@@ -177,20 +180,65 @@ def test_wrong_inputs_are_refused() -> None:
     arguments = Inputs(4, dim=16).arguments()
     for name, change, message in (
         ("q_BTHD", lambda x: x[..., :12], "head_dim 12"),
+        ("q_BTHD", lambda x: x[0], "4 dimensions"),
+        ("q_BTHD", lambda x: x.tolist(), "q must be a tensor; got list"),
         ("q_BTHD", lambda x: x.half(), "bf16 or fp32"),
         ("k_BTGD", lambda x: x[:, :3], "do not fit"),
+        ("v_BTGD", lambda x: x[0], "do not fit"),
         ("v_BTGD", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "last stride"),
         ("a_BTH", lambda x: x[..., :3], "a, b must be"),
+        ("a_BTH", lambda x: x.long(), "must be bf16, fp16 or fp32"),
+        ("A_log_H", lambda x: x.double(), "must be bf16, fp16 or fp32"),
+        ("dt_bias_H", lambda _: None, "dt_bias must be a tensor; got NoneType"),
         ("q_index_n", lambda x: x.long(), "int32"),
         ("kv_index_n", lambda x: x[:2], "equally long"),
         ("b_BTH", lambda x: x.requires_grad_(), "no backward"),
     ):
         with pytest.raises(ValueError, match=message):
             kernel.gdn_forward(**{**arguments, name: change(arguments[name].clone())})
-    with pytest.raises(ValueError, match="initial_state"):
-        kernel.gdn_forward(**{**arguments, "initial_state": torch.zeros(1, 2, 16, 16)})
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        kernel.gdn_forward(**arguments, cu_seqlens=torch.tensor([0, 3]))
+    for name, value, message in (
+        ("initial_state", torch.zeros(1, 2, 16, 16), "initial_state must be fp32"),
+        ("initial_state", 0.0, "initial_state must be a tensor; got float"),
+        ("cu_seqlens", torch.tensor([0, 3]), "cu_seqlens must ascend from 0 to T=4"),
+        ("cu_seqlens", torch.tensor([0.0, 4.0]), "a vector of int32 or int64"),
+        ("cu_seqlens", torch.tensor([[0, 4]]), "a vector of int32 or int64"),
+        ("cu_seqlens", [0, 4], "cu_seqlens must be a tensor; got list"),
+        ("chunks_per_segment", 0, "chunks_per_segment is 0; allowed: None, or 1 to 1024"),
+        ("chunks_per_segment", 1025, "chunks_per_segment is 1025"),
+        ("chunks_per_segment", 1.0, "chunks_per_segment is 1.0"),
+        ("backward_parts", 0, "backward_parts is 0; allowed: whole numbers from 1 on"),
+        ("backward_parts", 1.5, "backward_parts is 1.5"),
+    ):
+        for trains in (False, True):
+            leaf = arguments["v_BTGD"].clone().requires_grad_(trains)
+            with pytest.raises(ValueError, match=message):
+                gated_delta_net(**{**arguments, "v_BTGD": leaf, name: value})
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU would have to be waited for")
+def test_the_interpreter_refuses_heads_that_are_not_there_and_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = Inputs(4, dim=16).arguments()
+    for name, heads in (("q_index_n", [3, 4, 2]), ("kv_index_n", [0, -1, 1])):
+        index = torch.tensor(heads, dtype=torch.int32)
+        with pytest.raises(ValueError, match=rf"{name[:-2]} names heads \[{heads[1]}\]"):
+            kernel.gdn_forward(**{**arguments, name: index})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="products of bf16 wrongly: use fp32"):
+        kernel.gdn_forward(**Inputs(4, torch.bfloat16, dim=16).arguments())
+
+
+def test_bounds_made_in_inference_mode_serve_a_forward_and_backward_pass() -> None:
+    arguments = Inputs(5, dim=16).arguments()
+    arguments["v_BTGD"].requires_grad_()
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 2, 5], device=DEVICE)
+    found = gated_delta_net(**arguments, cu_seqlens=bounds)[0]
+    expected = gated_delta_net(**arguments, cu_seqlens=torch.tensor([0, 2, 5], device=DEVICE))[0]
+    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(found.sum(), arguments["v_BTGD"])
+    assert gradient.isfinite().all()
 
 
 def test_nothing_to_do() -> None:

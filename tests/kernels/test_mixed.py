@@ -186,6 +186,21 @@ def test_plan_of_other_heads_is_refused() -> None:
         mixed_heads(**arguments)
 
 
+@needs_triton
+def test_wrong_inputs_are_refused() -> None:
+    arguments = Inputs().arguments()
+    for name, change, message in (
+        ("q_BTHD", lambda x: x[0], "need 4, 4 and 3 dimensions"),
+        ("a_BTn", lambda x: x.tolist(), "a must be a tensor; got list"),
+        ("v_BTGD", lambda x: x[:, 1:], "v must be"),
+        ("v_BTGD", lambda x: x.half(), "v must be"),
+        ("plan", lambda _: None, "plan must be plan_mixed's result; got NoneType"),
+        ("b_BTn", lambda x: x[:, :, 1:], "a, b must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixed_heads(**{**arguments, name: change(arguments[name])})
+
+
 def by_reference(*inputs: Tensor) -> Tensor:
     q, *_ = inputs
     index = torch.arange(q.shape[2], dtype=torch.int32, device=q.device)
@@ -230,6 +245,8 @@ def test_head_maps_that_cannot_be(
 ) -> None:
     with pytest.raises(ValueError, match=r"must come once|no multiple"):
         plan_mixed(full, linear, num_kv_heads, "cpu")
+    with pytest.raises(ValueError, match="whole numbers"):
+        plan_mixed([*map(float, full), 0.5], linear, num_kv_heads, "cpu")
 
 
 def test_attention_sees_no_later_token() -> None:

@@ -226,6 +226,7 @@ def test_plans() -> None:
         (MIXED + MIXED[:1], "5 parts"),
         ((Part("q", (8, -1)),), r"heads \[8, -1\] of q"),
         ((Part("k", (2,)),), "of k, which has 2"),
+        ((("q", (0,)),), "a sequence of Part"),
     ):
         with pytest.raises(ValueError, match=message):
             plan_heads(parts, 8, 2, DEVICE)
@@ -238,6 +239,9 @@ def test_wrong_inputs_are_refused() -> None:
     for name, change, message in (
         ("q_BTHD", lambda x: x[..., :12], "q .* possible"),
         ("q_BTHD", lambda x: x.double(), "possible"),
+        ("q_BTHD", lambda _: None, "q must be a tensor; got NoneType"),
+        ("q_weight_D", lambda x: x.tolist(), "q_weight must be a tensor; got list"),
+        ("cos_BTD", lambda x: x.tolist(), "cos must be a tensor; got list"),
         ("k_BTGD", lambda x: x[:, :3], "k must be"),
         ("k_BTGD", lambda x: x.half(), "k must be"),
         ("k_BTGD", lambda _: None, "which is missing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -37,12 +37,28 @@ class FusionPlan:
     rows: tuple[int, ...]
     gates: tuple[int, ...]
 
+    @cached_property
+    def least_rows(self) -> int:
+        """Rows that gamma and bias must have."""
+        return max(self.rows, default=-1) + 1
+
+    @cached_property
+    def least_gates(self) -> int:
+        """Heads that the gate must have."""
+        return max(self.gates, default=-1) + 1
+
 
 def plan_fusion(heads: Sequence[Head], device: torch.device | str) -> FusionPlan:
     """The table of heads[h] for each query head h in o_proj's order, built once for equal arguments.
 
     Raises ValueError unless the places of each branch are 0 to n - 1, once each, and no row or gate serves two heads.
     """
+    for head in heads:
+        if not isinstance(head, Head):
+            raise ValueError(f"heads {heads}: a sequence of Head is possible")
+        numbers = (head.place, *(x for x in (head.row, head.gate) if x is not None))
+        if not all(isinstance(x, int) for x in numbers):
+            raise ValueError(f"{head}: place, row and gate are whole numbers")
     return _plan_fusion(tuple(heads), torch.device(device))
 
 

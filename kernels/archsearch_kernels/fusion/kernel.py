@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from archsearch_kernels.fusion import passes
 from archsearch_kernels.fusion.heads import FusionPlan
+from archsearch_kernels.interpreter import check_device, check_tensors
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +45,7 @@ def fusion(
     Per head: RMSNorm without weight, times its row of gamma, plus its row of bias, times gate_factor sigmoid(its head of the
     gate's raw projection); each of them only where the plan gives it to the head and the tensor is there. Statistics in fp32.
     Branches: bf16, fp16 or fp32; a branch without heads may be None. Branches and gate: any strides with the last one 1.
-    gamma may also be [R] or [R, 1], one number a row. Raises ValueError for other inputs.
+    gamma may also be [R] or [R, 1], one number a row. D: 16, 32, 64, 128 or 256. Raises ValueError for other inputs.
     """
     some = _check(full_BTFD, linear_BTnD, gate_BTED, plan)
     gamma_RD = _rows("gamma", gamma_RD, plan, some)
@@ -188,7 +189,8 @@ def _rows(name: str, x: Tensor | None, plan: FusionPlan, some: Tensor) -> Tensor
     """gamma or bias as [R, D] without gaps."""
     if x is None:
         return None
-    dim, least = some.shape[3], max(plan.rows, default=-1) + 1
+    check_tensors(name, (x,))
+    dim, least = some.shape[3], plan.least_rows
     if name == "gamma" and (x.ndim == 1 or (x.ndim == 2 and x.shape[1] == 1)):
         x = x.reshape(-1, 1).expand(-1, dim)
     if x.ndim != 2 or x.shape[1] != dim or len(x) < least or x.device != some.device:
@@ -203,6 +205,9 @@ def _check(
     full: Tensor | None, linear: Tensor | None, gate: Tensor | None, plan: FusionPlan
 ) -> Tensor:
     """Shapes, types, devices and strides of the branches and the gate; returns a branch that is there."""
+    check_tensors("full branch, linear branch, gate", (full, linear, gate), optional=True)
+    if not isinstance(plan, FusionPlan):
+        raise ValueError(f"plan must be plan_fusion's result; got {type(plan).__name__}")
     some = linear if full is None else full
     if some is None:
         raise ValueError("one branch must be there")
@@ -214,7 +219,7 @@ def _check(
     for name, x, heads in (
         ("full branch", full, plan.num_full),
         ("linear branch", linear, plan.num_linear),
-        ("gate", gate, max(plan.gates, default=-1) + 1),
+        ("gate", gate, plan.least_gates),
     ):
         if x is None:
             if heads and name != "gate":
@@ -232,4 +237,5 @@ def _check(
             raise ValueError(f"the last stride of the {name} must be 1")
     if plan.table.device != device:
         raise ValueError(f"the plan is on {plan.table.device}, the branches on {device}")
+    check_device(device)
     return some

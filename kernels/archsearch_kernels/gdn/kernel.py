@@ -17,7 +17,12 @@ from torch import Tensor
 
 from archsearch_kernels.gdn import forward_kernels as kernels
 from archsearch_kernels.gdn import transform_kernels
-from archsearch_kernels.gdn.inputs import check_inputs, check_no_gradient, check_state
+from archsearch_kernels.gdn.inputs import (
+    check_inputs,
+    check_no_gradient,
+    check_options,
+    check_state,
+)
 from archsearch_kernels.gdn.schedule import CHUNK, MOST_CHUNKS, Schedule, schedule_of
 
 COLUMNS = {16: 16, 32: 32, 64: 64, 128: 64, 256: 32}
@@ -140,9 +145,13 @@ def gdn_forward(
 
     Head j reads q, a, b, A_log and dt_bias of head q_index[j], k and v of head kv_index[j] (int32). q and k are divided by
     their L2 norm; log decay g = -exp(A_log) softplus(a + dt_bias); writing rate sigmoid(b); outputs are scaled by D^-1/2. A
-    token with a = b = -inf leaves the state alone. q, k, v: all bf16 or all fp32, any strides with the last one 1.
-    With cu_seqlens (int [N + 1], B = 1) the row holds N sequences, else N = B. initial_state: fp32 [N, n, D, D].
-    chunks_per_segment cuts sequences (schedule.py); by default the shape decides. Raises ValueError for other inputs.
+    token with a = b = -inf leaves the state alone. q, k, v: all bf16 or all fp32 (in Triton's interpreter fp32 alone), D 16, 32,
+    64, 128 or 256, any strides with the last one 1; gates: bf16, fp16 or fp32. With cu_seqlens (int32 or int64 [N + 1], B = 1)
+    the row holds N sequences, else N = B. initial_state: fp32 [N, n, D, D]. chunks_per_segment (1 to 1024) cuts sequences
+    (schedule.py); by default the shape decides.
+
+    Raises ValueError for other inputs, but the values of q_index and kv_index are not looked at on a GPU, which would have to be
+    waited for: a head that is not there is read, and its gradient written, outside of the tensors.
     """
     outcome = run_forward(
         q_BTHD,
@@ -181,6 +190,7 @@ def run_forward(
 ) -> Outcome:
     """gdn_forward, which also hands over what the backward pass needs; backward_parts is operator.gated_delta_net's."""
     check_inputs(q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, q_index_n, kv_index_n)
+    check_options(initial_state, cu_seqlens, chunks_per_segment)
     tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H, initial_state)
     check_no_gradient(*tensors)
     batch, tokens, _, dim = q_BTHD.shape

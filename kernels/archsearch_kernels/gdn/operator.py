@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from archsearch_kernels.gdn.backward import gdn_backward
 from archsearch_kernels.gdn.gradients import Gates
+from archsearch_kernels.gdn.inputs import check_parts
 from archsearch_kernels.gdn.kernel import Call, Links, gdn_forward, run_forward
 
 
@@ -32,16 +33,17 @@ def gated_delta_net(
 ) -> tuple[Tensor, Tensor | None]:
     """kernel.gdn_forward, which says what it computes, with gradients of all but the indices.
 
-    Entries of q_index must differ. Heads that do not run get zero gradients. Until the backward pass, 276 bytes a token-head
+    Entries of q_index must differ, and every index be that of a head: neither is checked on a GPU. Heads that do not run get zero gradients. Until the backward pass, 276 bytes a token-head
     (bf16), and two fp32 states a segment where sequences are cut, are kept beside the inputs; there is no second derivative.
     The backward pass itself takes 1.7 kB a token-head (D 128), in backward_parts one after another only that of a part's tokens;
-    sequences are then cut into more segments. Raises ValueError for fewer parts than one.
+    sequences are then cut into more segments. Raises ValueError for what gdn_forward refuses and for fewer parts than one.
     """
-    if backward_parts < 1:
-        raise ValueError(f"backward_parts is {backward_parts}; allowed: 1 and more")
+    check_parts(backward_parts)
     tensors = (q_BTHD, k_BTGD, v_BTGD, a_BTH, b_BTH, A_log_H, dt_bias_H)
     states = () if initial_state is None else (initial_state,)
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*tensors, *states)):
+    # Whatever is no tensor is gdn_forward's to refuse.
+    trains = any(getattr(x, "requires_grad", False) for x in (*tensors, *states))
+    if not trains or not torch.is_grad_enabled():
         return gdn_forward(
             *tensors,
             q_index_n,

@@ -111,9 +111,14 @@ def schedule_of(
 ) -> Schedule:
     """The schedule of B sequences of T tokens, or of the packed sequences of one row; kept for the next call.
 
-    Reading new cu_seqlens waits for the device once, which their layers share.
+    Reading new cu_seqlens waits for the device once, which their layers share; every time for those made in inference mode.
     """
-    bounds = None if cu_seqlens is None else _bounds_of(cu_seqlens, cu_seqlens._version)
+    bounds = None
+    if cu_seqlens is not None and cu_seqlens.is_inference():
+        # Nobody counts the changes of such a tensor.
+        bounds = tuple(cu_seqlens.tolist())
+    elif cu_seqlens is not None:
+        bounds = _bounds_of(cu_seqlens, cu_seqlens._version)
     return _schedule(batch, tokens, bounds, places, chunks_per_segment, num_parts, device)
 
 

@@ -67,6 +67,10 @@ def plan_mixed(
     Raises ValueError unless full and linear together hold each of the query heads once, a multiple of num_kv_heads.
     """
     place = torch.device(device)
+    if not all(isinstance(x, int) for x in (*full, *linear, num_kv_heads)):
+        raise ValueError(
+            f"heads {full} and {linear}, {num_kv_heads} KV heads: whole numbers are possible"
+        )
     return _plan_mixed(tuple(sorted(full)), tuple(linear), num_kv_heads, place, switches)
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from archsearch_kernels.fusion.kernel import fusion
 from archsearch_kernels.gdn.operator import gated_delta_net
+from archsearch_kernels.interpreter import check_tensors
 from archsearch_kernels.mixed.attention import attend
 from archsearch_kernels.mixed.heads import MixedPlan
 from archsearch_kernels.mixed.remade import Remade
@@ -58,10 +59,10 @@ def mixed_heads(
     switches ask for them. Causal from the first token on; no state, no packed sequences.
 
     remake: q and k of the branches are made again for the backward pass, which saves 2 to 4% of its peak memory and costs up
-    to 1 ms. backward_parts: gated_delta_net's, which saves up to 20%. side_stream: where full attention runs beside the linear heads. Raises ValueError where the plan is of other
-    heads or another device.
+    to 1 ms. backward_parts: gated_delta_net's, which saves up to 20%. side_stream: where full attention runs beside the linear
+    heads. Raises ValueError where the plan is of other heads or another device, and for what its operators refuse.
     """
-    _check(plan, q_BTHD, k_BTGD, a_BTn)
+    _check(plan, q_BTHD, k_BTGD, v_BTGD, a_BTn)
     options: dict[str, Any] = {
         "q_weight_D": q_weight_D,
         "k_weight_D": k_weight_D,
@@ -185,8 +186,16 @@ class _SharedValues(torch.autograd.Function):
         return total, None
 
 
-def _check(plan: MixedPlan, q: Tensor, k: Tensor, a: Tensor) -> None:
-    """What the operators would blame on their own inputs."""
+def _check(plan: MixedPlan, q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> None:
+    """What the operators would blame on their own inputs, and v, which SDPA does not look at as they do."""
+    check_tensors("q, k, v, a", (q, k, v, a))
+    if not isinstance(plan, MixedPlan):
+        raise ValueError(f"plan must be plan_mixed's result; got {type(plan).__name__}")
+    if (q.ndim, k.ndim, a.ndim) != (4, 4, 3):
+        shapes = [tuple(x.shape) for x in (q, k, a)]
+        raise ValueError(f"q, k and a are {shapes}; they need 4, 4 and 3 dimensions")
+    if (v.shape, v.dtype, v.device) != (k.shape, k.dtype, k.device):
+        raise ValueError(f"v must be {tuple(k.shape)} of {k.dtype} on {k.device}, as k is")
     heads = (q.shape[2], k.shape[2], a.shape[2])
     expected = (plan.num_heads, plan.num_kv_heads, len(plan.linear))
     if heads != expected:

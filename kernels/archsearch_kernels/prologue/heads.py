@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import index
 from typing import Literal
 
 import torch
@@ -21,13 +22,18 @@ HEADS_A_PROGRAM = 4
 class Part:
     """One output [B, T, len(heads), D]: heads of q or k in the order given, each as often as it is named.
 
-    rotary: rotated by its token's position. log_scale: multiplied by its token's factor.
+    rotary: rotated by its token's position. log_scale: multiplied by its token's factor. Raises ValueError for heads that are
+    no sequence of whole numbers.
     """
 
     source: Literal["q", "k"]
-    heads: tuple[int, ...]
+    heads: Sequence[int]
     rotary: bool = False
     log_scale: bool = False
+
+    def __post_init__(self) -> None:
+        # Plans are found again by their parts, which a list could not be.
+        object.__setattr__(self, "heads", _whole_numbers(self.heads))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +63,19 @@ class HeadPlan:
         return q, k
 
 
+def _whole_numbers(heads: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(head) for head in heads)
+    except TypeError as error:
+        raise ValueError(f"heads {heads!r}: a sequence of whole numbers is possible") from error
+
+
 def plan_heads(
     parts: Sequence[Part], num_q_heads: int, num_k_heads: int, device: torch.device | str
 ) -> HeadPlan:
     """The tables of these parts, built once for equal arguments. Raises ValueError for heads that are not there."""
+    if not all(isinstance(part, Part) for part in parts):
+        raise ValueError(f"parts {parts}: a sequence of Part is possible")
     return _plan_heads(tuple(parts), num_q_heads, num_k_heads, torch.device(device))
 
 

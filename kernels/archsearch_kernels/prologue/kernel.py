@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from archsearch_kernels.interpreter import check_device, check_tensors
 from archsearch_kernels.prologue import passes
 from archsearch_kernels.prologue.heads import HEADS_A_PROGRAM, MOST_PARTS, HeadPlan
 
@@ -55,7 +56,7 @@ def prologue(
     token's angle where the part wants it, times the token's factor where the part wants it. Statistics in fp32.
     q, k: bf16, fp16 or fp32, any strides with the last one 1. cos, sin: [T, D], [1, T, D] or [B, T, D], whose halves along D
     are equal, so that only the first is read. factor: [T], [1, T] or [B, T] (reference.log_scale makes one).
-    Raises ValueError for other inputs.
+    D: 16, 32, 64, 128 or 256. Raises ValueError for other inputs.
     """
     _check(q_BTHD, k_BTGD, plan, q_weight_D, k_weight_D)
     options = _options(q_BTHD, plan, norm_eps, cos_BTD, sin_BTD, factor_BT)
@@ -232,6 +233,7 @@ def _of_batch(
     """x with its strides over batch and tokens: 0 for what the whole batch shares and for an axis of one entry."""
     if x is None:
         raise ValueError(f"the plan needs {name}")
+    check_tensors(name, (x,))
     given = x.shape
     fits = given in (shape, shape[1:]) or given == (1, *shape[1:])
     if not fits or not x.is_floating_point() or x.device != device:
@@ -247,6 +249,10 @@ def _check(
     q: Tensor, k: Tensor | None, plan: HeadPlan, q_weight: Tensor | None, k_weight: Tensor | None
 ) -> None:
     """Shapes, types, devices and strides."""
+    check_tensors("q", (q,))
+    check_tensors("k, q_weight, k_weight", (k, q_weight, k_weight), optional=True)
+    if not isinstance(plan, HeadPlan):
+        raise ValueError(f"plan must be plan_heads' result; got {type(plan).__name__}")
     if q.ndim != 4 or q.shape[3] not in HEAD_DIMS:
         raise ValueError(f"q {tuple(q.shape)}: [B, T, H, D] with D of {HEAD_DIMS} is possible")
     if q.dtype not in DTYPES:
@@ -265,11 +271,16 @@ def _check(
             raise ValueError(f"the last stride of {name} must be 1")
     if (k_weight is not None) != (q_weight is not None and k is not None):
         raise ValueError("q and k are normed both or neither: a weight for each that is there")
-    weights = [x for x in (q_weight, k_weight) if x is not None]
-    if any(x.shape != (dim,) or x.stride(0) != 1 for x in weights):
-        raise ValueError(f"weights must be vectors of {dim} numbers")
-    if len({x.dtype for x in weights}) > 1:
-        raise ValueError(f"weights differ in type: {[x.dtype for x in weights]}")
-    others = [x for x in (k, plan.blocks, *weights) if x is not None]
-    if any(x.device != q.device for x in others):
-        raise ValueError(f"q is on {q.device}, other inputs on {[str(x.device) for x in others]}")
+    _check_weights([x for x in (q_weight, k_weight) if x is not None], dim)
+    for x in (k, plan.blocks, q_weight, k_weight):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"q is on {q.device}, another input on {x.device}")
+    check_device(q.device)
+
+
+def _check_weights(weights: list[Tensor], dim: int) -> None:
+    for x in weights:
+        if x.shape != (dim,) or x.stride() != (1,):
+            raise ValueError(f"weights must be vectors of {dim} numbers")
+        if x.dtype != weights[0].dtype:
+            raise ValueError(f"weights differ in type: {[x.dtype for x in weights]}")
