@@ -24,22 +24,23 @@ import torch
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import RunConfig, SeedConfig
+from ..data.corpora import Packed
 from ..headmap import HeadMap, Operator
 from ..models.cut import cut
 from ..models.full_heads import full_branch, rope_fader
 from ..rundir import RunDir
 from ..search.seeds import needed_by_seeds, read_scores, seed_maps
 from ..search.study import head_map_text
-from ..search.trial import GAMMA_SEQUENCES, TrialWorker
+from ..search.trial import GAMMA_SEQUENCES, TRAIN_FILE, TrialWorker
 from ..studentconfig import FullConfig
 from ..training.distill import distill
+from ..training.long_rows import long_batches
 from ..training.longcontext import tune_long_context
 from ..training.loop import StepHook
 from ..training.teacher_logits import TeacherLogits
 from .bench_folder import BenchFolder, read_config, read_shape
 from .full_branch import CASES
 from .ledger import VALUES, Ledger
-from .long_rows import long_batches, training_text
 from .records import LabBook
 from .selection_maps import metric_of, retrieval_columns
 from .student_worker import OutOfTime, stop_after
@@ -107,7 +108,8 @@ def run_case(bench: Bench, case: str, logits: TeacherLogits) -> None:
     """Distils, measures, tunes and measures a student. Raises OutOfTime, and leaves what was measured."""
     started, worker, config = time.monotonic(), bench.worker, bench.config
     head_map, options = _case_of(bench, case)
-    ids_BT = torch.from_numpy(training_text(worker)[:GAMMA_SEQUENCES].astype(np.int64))
+    text_NT = np.load(worker.run_dir / TRAIN_FILE, mmap_mode="r")
+    ids_BT = torch.from_numpy(text_NT[:GAMMA_SEQUENCES].astype(np.int64))
     branch = full_branch(worker.teacher, options, ids_BT)
     student = cut(worker.teacher, worker.supernet, head_map, copy=True, full=branch)
     batch_tokens = worker.batch_sequences * config.data.sequence_length
@@ -125,9 +127,8 @@ def run_case(bench: Bench, case: str, logits: TeacherLogits) -> None:
         )
     bench.measure(case, BEFORE, student, train_seconds=time.monotonic() - started)
     started = time.monotonic()
-    tuned = tune_long_context(
-        student, worker.teacher, long_batches(worker), config.long_context, before_step=stop
-    )
+    rows = long_batches(config, worker.teacher.tokenizer, Packed(text_NT), worker.run_dir)
+    tuned = tune_long_context(student, worker.teacher, rows, config.long_context, before_step=stop)
     seconds = time.monotonic() - started
     facts = {"train_seconds": seconds, "tuned_tokens": tuned.tokens, "loss": tuned.last_loss}
     bench.measure(case, AFTER, student, **facts)

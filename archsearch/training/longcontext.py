@@ -14,7 +14,8 @@ from ..data.corpora import end_of_text
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
 from .distill import FINAL_SHARE, Distillation, outcome
-from .loop import Plan, Source, StepHook, train
+from .kept import Keeper, train_kept
+from .loop import Plan, Source, StepHook
 from .packing import ids_of
 from .student import LossWeights, StudentLoss, in_training
 from .teacher_logits import TeacherLogits
@@ -26,15 +27,16 @@ def tune_long_context(
     batches: Source,
     config: LongContextConfig,
     *,
+    keeper: Keeper | None = None,
     before_step: StepHook | None = None,
     progress: Progress = ignore_progress,
 ) -> Distillation:
     """Trains student in place on config.tokens tokens, at least one batch, and leaves it in eval mode.
 
     batches gives rows of config.sequence_length tokens, config.batch_tokens in all. The teacher runs only for loss:
-    kl; it lies on the student's device. Raises NonFiniteLoss, and ValueError where the batches are of another length.
+    kl; it lies on the student's device. With a keeper the same call goes on after a kill. Raises NonFiniteLoss,
+    ValueError where the batches are of another length, and as train_kept does.
     """
-    started = time.monotonic()
     shape = ids_of(next(batches(0))).shape
     if shape[1] != config.sequence_length:
         raise ValueError(
@@ -56,5 +58,7 @@ def tune_long_context(
     end_token = end_of_text(teacher.tokenizer) if config.packed else None
     loss = StudentLoss(student, logits, weights, end_token=end_token)
     with in_training(student, config.trainable, checkpointing=config.checkpointing) as state:
-        train(state, plan, loss, batches, before_step=before_step, progress=progress)
-        return outcome(state, steps * shape.numel(), steps, started)
+        seconds = train_kept(
+            state, plan, loss, batches, keeper, before_step=before_step, progress=progress
+        )
+        return outcome(state, steps * shape.numel(), steps, time.monotonic() - seconds)

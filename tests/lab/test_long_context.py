@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from archsearch.lab import long_context
-from archsearch.lab.bench_folder import BenchFolder, read_config
 from archsearch.lab.ledger import Ledger
-from archsearch.lab.long_rows import long_batches
-from archsearch.rundir import RunDir
-from archsearch.search.trial import TrialWorker
 from archsearch.training.student import StudentLoss
 
 SMALL = (
@@ -109,23 +104,3 @@ def test_without_time_only_the_teacher_is_measured(
 ) -> None:
     found = measured(scored_run, monkeypatch, "--cases", "RoPE", "--seconds", "0")
     assert list(found) == [(long_context.TEACHER, "before")]
-
-
-def test_long_rows_are_text_end_to_end_and_prompts_of_that_length(scored_run: Path) -> None:
-    run_dir = RunDir(scored_run)
-    config = read_config(run_dir, [*SMALL, "long_context.tokens=1920"])
-    folder = BenchFolder(run_dir, scored_run / "long_context", config)
-    folder.prepare()
-    worker = TrialWorker(folder.payload())
-    stream = long_batches(worker)(0)
-    batches = [next(stream) for _ in range(5)]
-    assert {tuple(batch.shape) for batch in batches} == {(2, 192)}
-    text = np.load(scored_run / "train.npy").reshape(-1, 192).tolist()
-    (kept,) = folder.dir.path.glob("long-rows-*.npy")
-    prompts = np.load(kept).tolist()
-    rows = [row.tolist() for batch in batches for row in batch]
-    # niah_share is a half: of ten rows, five.
-    assert len(prompts) == 5
-    assert sum(row in prompts for row in rows) == 5
-    assert sum(row in text for row in rows) == 5
-    assert next(long_batches(worker)(3)).equal(batches[3])
