@@ -27,27 +27,51 @@ class StageProgress:
         self.seconds = 0.0
         self._console = console
         self._bar = bar
-        self._task = bar.add_task(name, total=None) if bar is not None else None
+        self._task = bar.add_task(name, total=None, rate="") if bar is not None else None
         self._part = ""
+        self._unit, self._each = "", 1
+        self._first: tuple[int, float] | None = None
         self._start = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Shows that `done` of `total` units are finished."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total)
-            return
         now = time.monotonic()
+        if self._first is None:
+            self._first = (done, now)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total, rate=self._rate(done, now))
+            return
         if now - self._said >= PLAIN_SECONDS:
             self._said = now
+            unit = f" {self._unit}" if self._unit else ""
             self.line(
-                f"  {self.name}: {self._part}{done:,} of {total:,} ({done / max(total, 1):.0%})"
+                f"  {self.name}: {self._part}{done * self._each:,} of {total * self._each:,}{unit} "
+                f"({done / max(total, 1):.0%}){self._pace(done, total, now)}"
             )
 
     def begin(self, part: str) -> None:
         """Says which part of the stage the next calls count, each part from zero."""
-        self._part = f"{part} "
+        self._part, self._first = f"{part} ", None
         if self._bar is not None and self._task is not None:
             self._bar.reset(self._task, total=None, description=f"{self.name} {part}")
+
+    def count(self, unit: str, each: int = 1) -> None:
+        """Has the next calls count steps of so many of these: lines say so, how many a second, and the time left."""
+        self._unit, self._each, self._first = unit, each, None
+
+    def _rate(self, done: int, now: float) -> str:
+        """`N tokens/s` since the part's first call; nothing without a unit or before there is anything to go by."""
+        if not self._unit or self._first is None or done <= self._first[0]:
+            return ""
+        passed = max(now - self._first[1], 1e-9)
+        return f"{(done - self._first[0]) * self._each / passed:,.0f} {self._unit}/s"
+
+    def _pace(self, done: int, total: int, now: float) -> str:
+        rate = self._rate(done, now)
+        if not rate or self._first is None:
+            return ""
+        left = (now - self._first[1]) * (total - done) / (done - self._first[0])
+        return f", {rate}, {left / 60:.1f} min left"
 
     def line(self, text: str) -> None:
         """Prints a line of its own, above the bar where there is one."""
@@ -113,6 +137,7 @@ def _bar(console: Console) -> Progress:
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=32),
         TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         console=console,
         transient=True,

@@ -49,14 +49,40 @@ def test_plain_progress_is_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_steps_that_are_counted_have_a_rate_and_a_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[-1])
+    out, text = printer()
+    with out.stage("distil") as progress:
+        progress.count("tokens", 512)
+        # Steps of an earlier call are none of this one's rate.
+        for done, second in ((30, 107.0), (30, 130.0), (50, 137.0), (90, 187.0)):
+            clock.append(second)
+            progress(done, 100)
+        progress.count("rows")
+        for done, second in ((0, 200.0), (1, 260.0)):
+            clock.append(second)
+            progress(done, 4)
+    assert [row for row in text.getvalue().splitlines() if " of " in row] == [
+        "  distil: 15,360 of 51,200 tokens (30%)",
+        "  distil: 46,080 of 51,200 tokens (90%), 384 tokens/s, 0.2 min left",
+        "  distil: 1 of 4 rows (25%), 0 rows/s, 3.0 min left",
+    ]
+
+
 def test_terminal_shows_a_bar_and_the_closing_line() -> None:
     text = io.StringIO()
     out = Printer(Console(file=text, width=200, force_terminal=True))
     with out.stage("data") as progress:
+        progress.count("tokens", 9)
+        progress(0, 2)
         progress(1, 2)
         progress.line("a word")
         progress.summary = "done"
     assert "a word" in text.getvalue()
+    assert " tokens/s " in text.getvalue()
     assert "done" in text.getvalue()
 
 

@@ -87,7 +87,7 @@ def _prompts(
     """As many prompts as tuning takes, each but once."""
     data, probes, length = config.data, config.probes, config.long_context.sequence_length
     count = max(1, round(data.niah_share * config.long_context.tokens / length))
-    facts = [length, count, probes.multi_keys, probes.digits, config.seed]
+    facts: list[float] = [length, count, probes.multi_keys, probes.digits, config.seed]
     facts += [data.niah_text_share] if data.niah_text_share else []
     path = None if folder is None else folder / f"{LONG_ROWS}-{'-'.join(map(str, facts))}.npy"
     if path is None or not path.exists():
