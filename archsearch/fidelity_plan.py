@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import get_args
 
@@ -13,7 +14,7 @@ from .execution.base import Payload
 from .fidelity.driver import tasks_of
 from .fidelity.predictors import TWIN_ERROR, predictors_of
 from .fidelity.records import FIDELITY_FILE, Group, Settings, Study, Subject, read_study
-from .fidelity.subjects import choose_subjects
+from .fidelity.subjects import TooManyMaps, choose_subjects
 from .footprint import checkpoint_bytes
 from .models.teacher import TeacherInfo, inspect_teacher, pick_device
 from .plan import RAY_SECONDS, Speed, duration, evaluation_tokens, matmul_rate, training_rows
@@ -158,11 +159,16 @@ def _settings(config: RunConfig, options: Options, run_dir: RunDir, old: Study |
     batch *= max(1, config.distill.batch_tokens // batch)
     steps = round(tokens / batch)
     if steps < 2:
-        hint = "" if options.tokens else " (the run has no proxy with tokens to go by)"
+        hint = "" if options.tokens is not None else " (the run has no proxy with tokens to go by)"
         raise ConfigError(f"--tokens {tokens}{hint}: allowed: {2 * batch:,} or more, two batches")
     beyond = [length for length in options.lengths if not 0 <= length <= tokens]
     if beyond:
         raise ConfigError(f"--at {beyond[0]}: allowed: 0 to {tokens}, the tokens of a map")
+    lost = [length for length in options.lengths if length and not round(length / batch)]
+    if lost:
+        raise ConfigError(
+            f"--at {lost[0]}: is no batch yet; allowed: 0, or {batch:,} (a batch) to {tokens}, the tokens of a map"
+        )
     # A study of an earlier version, which read them off its trunk, goes on as it began.
     has_none = old is not None and not old.settings.proxies
     proxies = () if has_none else _own_proxies(config, batch, steps)
@@ -211,22 +217,49 @@ def _subjects(
     counts = options.counts
     if counts is None:
         counts = {"good": 0, "mixed": 0} if study.subjects else counts_of(MAPS)
-    found = choose_subjects(
+    choose = partial(
+        choose_subjects,
         study.shape,
         scores,
         _front(run_dir, config, study),
         share=options.share,
-        counts=counts,
         shares=config.search.seeds.fa_shares,
         seed=config.seed,
         kept=study.subjects,
     )
+    try:
+        found = choose(counts=counts)
+    except TooManyMaps as error:
+        asked, most = sum(counts.values()), _most_maps(choose, error)
+        allowed = f"2 to {most}" if most else "another --share"
+        raise ConfigError(
+            f"--maps {asked}: {study.shape.total_heads} heads give fewer such maps; allowed: {allowed}"
+        ) from error
     tables = {name: table.heads for name, table in scores.items()}
     errors = _twin_errors(run_dir, study)
     tables |= {TWIN_ERROR: errors} if errors else {}
     return tuple(
         replace(s, predictors=predictors_of(s.head_map, tables, config.cost)) for s in found
     )
+
+
+def _most_maps(choose: Callable[..., list[Subject]], error: TooManyMaps) -> int:
+    """The most maps that can be had where so many cannot, 0 where not even two can."""
+    while True:
+        found = error.found
+        within = (
+            maps
+            for maps in range(sum(found.values()), 1, -1)
+            if all(count <= found[group] for group, count in counts_of(maps).items())
+        )
+        most = next(within, 0)
+        try:
+            # Fewer maps are made from fewer others, so that there may be fewer still.
+            choose(counts=counts_of(most))
+        except TooManyMaps as fewer:
+            error = fewer
+        else:
+            return most
 
 
 def _twin_errors(run_dir: RunDir, study: Study) -> Table | None:

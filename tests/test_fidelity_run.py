@@ -141,9 +141,14 @@ def test_more_maps_are_added_to_the_ones_there(studied: tuple[Path, str], tmp_pa
         (["--maps", "1"], "--maps 1: allowed: 2 or more"),
         (["--share", "0"], "--share 0: allowed: between 0 and 1"),
         (["--tokens", "96"], "--tokens 96: allowed: 192 or more, two batches"),
+        (["--tokens", "0"], "--tokens 0: allowed: 192 or more, two batches"),
+        (
+            ["--tokens", "960", "--at", "40"],
+            "--at 40: is no batch yet; allowed: 0, or 96 (a batch) to 960, the",
+        ),
         (["--tokens", "960", "--at", "961"], "--at 961: allowed: 0 to 960, the tokens of a map"),
         (["--maps", "4", "--repeats", "5", *SHARE], "--repeats 5: allowed: 0 to the 4 maps"),
-        (["--maps", "999"], "--maps: "),
+        (["--maps", "999"], "--maps 999: 8 heads give fewer such maps; allowed: 2 to "),
     ],
 )
 def test_options_that_do_not_fit_are_status_2_and_one_line(
@@ -154,6 +159,15 @@ def test_options_that_do_not_fit_are_status_2_and_one_line(
     assert output.startswith(f"archsearch: {fault}")
     assert len(output.splitlines()) == 1
     assert not (searched / "fidelity.json").exists()
+
+
+def test_the_most_maps_that_are_named_can_be_had(searched: Path) -> None:
+    output = call("fidelity", searched, "--maps", "999", *SHARE)[1]
+    most = int(output.rpartition(" to ")[2])
+    assert call("fidelity", searched, "--maps", str(most), *SHARE, "--dry-run")[0] == 0
+    status, again = call("fidelity", searched, "--maps", str(most + 1), *SHARE, "--dry-run")
+    assert status == 2
+    assert again == output.replace("999", str(most + 1))
 
 
 def test_other_lengths_than_the_study_has_are_refused(studied: tuple[Path, str]) -> None:

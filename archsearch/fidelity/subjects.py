@@ -40,6 +40,14 @@ BASE_SHARE = 0.5
 _TRIES = 64
 
 
+class TooManyMaps(ConfigError):
+    """There are not as many maps as are asked for; found says how many of each group there are."""
+
+    def __init__(self, message: str, found: Mapping[Group, int]) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 def choose_subjects(
     shape: ModelShape,
     scores: Mapping[str, ScoreTables],
@@ -56,13 +64,14 @@ def choose_subjects(
     The good ones have as many FA heads as share asks for: the front's nearest maps, brought to that number, what the
     selectors choose, and swaps of contested heads around both. The mixed ones are spread over the front's FA shares, then
     the selectors' at `shares` and half the least of them. A larger count only adds maps. An all-FA map is none: it is
-    the teacher. Raises ConfigError where there are no more maps, or no score to swap by.
+    the teacher. Raises TooManyMaps where there are not so many, ConfigError where no score is there to swap by.
     """
     found = {subject.head_map.layers: subject for subject in kept}
     makers: dict[Group, Iterable[Subject]] = {
         "good": _good(shape, scores, front, share, counts["good"], seed),
         "mixed": _mixed(shape, scores, front, shares, seed),
     }
+    lacking: dict[Group, int] = {}
     for group, maker in makers.items():
         missing = counts[group] - sum(s.group == group for s in kept)
         for subject in maker:
@@ -72,9 +81,13 @@ def choose_subjects(
                 found[subject.head_map.layers] = subject
                 missing -= 1
         if missing > 0:
-            raise ConfigError(
-                f"--maps: {missing} {group} maps too many for {shape.total_heads} heads; allowed: fewer"
-            )
+            lacking[group] = missing
+    if lacking:
+        group, missing = next(iter(lacking.items()))
+        raise TooManyMaps(
+            f"--maps: {missing} {group} maps too many for {shape.total_heads} heads; allowed: fewer",
+            {name: count - lacking.get(name, 0) for name, count in counts.items()},
+        )
     return list(found.values())
 
 
