@@ -57,7 +57,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Searches from a config to a Pareto front; the same command again resumes."""
-    with faults(debug):
+    with faults(debug, resumes=True):
         _run(config, overrides, run_dir, last="report", dry_run=dry_run, tells_backends=True)
 
 
@@ -73,7 +73,7 @@ def score(
     debug: Debug = False,
 ) -> None:
     """Runs up to the head scores and writes scores.json and scores/."""
-    with faults(debug):
+    with faults(debug, resumes=True):
         if methods:
             _score_by(config, overrides, run_dir, methods, debug=debug)
         else:
@@ -163,7 +163,7 @@ def fidelity(
     debug: Debug = False,
 ) -> None:
     """Trains head maps long and says how well every shorter look predicts that; the same command again resumes."""
-    with faults(debug):
+    with faults(debug, resumes=True):
         from .fidelity_plan import Options, counts_of, plan_fidelity
         from .fidelity_run import run_fidelity
 
@@ -322,8 +322,11 @@ def naming(config: Path, overrides: list[str] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def faults(debug: bool) -> Iterator[None]:
-    """Turns a user's fault into one line on stderr and its exit status; --debug adds the traceback."""
+def faults(debug: bool, *, resumes: bool = False) -> Iterator[None]:
+    """Turns a user's fault into one line on stderr and its exit status; --debug adds the traceback.
+
+    resumes: whether the command goes on after Ctrl-C where it was.
+    """
     try:
         yield
     except ArchsearchError as error:
@@ -337,7 +340,8 @@ def faults(debug: bool) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        typer.echo("archsearch: interrupted; the same command goes on from here", err=True)
+        then = "goes on from here" if resumes else "starts over"
+        typer.echo(f"archsearch: interrupted; the same command {then}", err=True)
         raise typer.Exit(INTERRUPTED) from error
 
 

@@ -75,7 +75,7 @@ def examine(
 
 def complaint(findings: Sequence[Finding]) -> str:
     """What needs attention, in a line; nothing where all that is needed is well."""
-    names: dict[str, list[str]] = {"WRONG": [], "open": []}
+    names: dict[str, list[str]] = {"WRONG": [], "lacks": [], "open": []}
     title = ""
     for finding in findings:
         indented = finding.topic.startswith(" ")
@@ -83,14 +83,20 @@ def complaint(findings: Sequence[Finding]) -> str:
         if finding.needed and finding.verdict != "ok":
             name = f"{title}: {finding.topic.strip()}" if indented else title
             names[finding.verdict].append(name)
-    said = {"WRONG": "needs attention: {}", "open": "not done in time (see --seconds): {}"}
+    said = {
+        "WRONG": "needs attention: {}",
+        "lacks": "cannot serve here: {}",
+        "open": "not done in time (see --seconds): {}",
+    }
     return "; ".join(
         said[verdict].format(", ".join(some)) for verdict, some in names.items() if some
     )
 
 
 def check_scope(scope: Scope) -> None:
-    """Raises ConfigError for a name that no backend has."""
+    """Raises ConfigError for a name that no backend has, and for seconds that are no time."""
+    if not scope.seconds > 0:
+        raise ConfigError(f"--seconds {scope.seconds:g}: allowed: more than 0, inf for no limit")
     backends = (backend for operator in OPERATORS.values() for backend in operator.backends)
     allowed = list(dict.fromkeys(backend.name for backend in backends))
     if unknown := set(scope.named) - set(allowed):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "open", "WRONG"]
-"""open: nobody knows, since the time was up."""
+Verdict = Literal["ok", "open", "lacks", "WRONG"]
+"""open: nobody knows, since the time was up. lacks: what was asked for by name cannot serve on this machine."""
 
 
 @dataclass(frozen=True)

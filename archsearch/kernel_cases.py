@@ -1,4 +1,4 @@
-"""Inputs on which backends are proven, and the fp32 references that they must equal.
+"""Inputs on which backends are proven, and the references that they must equal: code of its own, in fp64 on the same inputs.
 
 Inputs are random and small, of lengths that are no multiple of a chunk, with grouped heads, a state and masked tokens.
 """
@@ -67,7 +67,7 @@ def _gdn_case(situation: Situation) -> tuple[GatedDeltaCall, Callable[[Any], Any
 
 def _gdn_reference(call: GatedDeltaCall) -> tuple[Tensor, Tensor | None]:
     wide: dict[str, Any] = {
-        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in call._asdict().items()
     }
     return gdn_forward(**wide)
@@ -90,9 +90,9 @@ def _full_case(situation: Situation) -> tuple[AttentionCall, Callable[[Any], Any
 
 
 def _full_reference(call: AttentionCall) -> Tensor:
-    q = call.q_BnTD.float()
+    q = call.q_BnTD.double()
     readers = q.shape[1] // call.k_BmSD.shape[1]
-    k, v = (x.float().repeat_interleave(readers, 1) for x in (call.k_BmSD, call.v_BmSD))
+    k, v = (x.double().repeat_interleave(readers, 1) for x in (call.k_BmSD, call.v_BmSD))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     pairs = call.pairs_B1TS
     if pairs is None and call.causal:
@@ -120,7 +120,7 @@ def _prologue_case(situation: Situation) -> tuple[PrologueCall, Callable[[Any], 
 
 
 def _prologue_reference(call: PrologueCall) -> tuple[Tensor, ...]:
-    q, k = call.q_BTnD.float(), call.k_BTmD.float()
+    q, k = call.q_BTnD.double(), call.k_BTmD.double()
     parts = [Part("q", tuple(range(q.shape[2])), rotary=True)]
     parts += [Part("k", tuple(range(k.shape[2])), rotary=True)]
     cos, sin = call.embeddings or (None, None)
@@ -166,8 +166,8 @@ def _fusion_reference(call: FusionCall) -> Tensor:
         for place in ORDER
     ]
     output = fusion_reference.fusion(
-        call.full_BTFD.float(),
-        call.linear_BTnD.float(),
+        call.full_BTFD.double(),
+        call.linear_BTnD.double(),
         plan_fusion(heads, call.linear_BTnD.device),
         gamma_RD=call.gamma_nD,
         bias_RD=call.bias_nD,

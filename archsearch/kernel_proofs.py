@@ -1,4 +1,4 @@
-"""What doctor's child processes do: choose backends, and prove them against the fp32 reference, forward and backward.
+"""What doctor's child processes do: choose backends, and prove them against the fp64 reference, forward and backward.
 
 kernel_cases.py draws the inputs. An error is the norm of the difference over the norm of the reference, the worst of outputs or of gradients.
 """
@@ -205,7 +205,7 @@ def _outputs_and_gradients(
             return outputs, []
         generator = torch.Generator().manual_seed(1)
         loss = sum(
-            (x.float() * torch.randn(x.shape, generator=generator).to(x.device)).sum()
+            (x.double() * torch.randn(x.shape, generator=generator).to(x.device)).sum()
             for x in outputs
         )
         return outputs, list(torch.autograd.grad(loss, list(leaves.values())))
@@ -214,8 +214,8 @@ def _outputs_and_gradients(
 def _worst(given: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     errors = []
     for one, other in zip(given, wanted, strict=True):
-        right = other.detach().float()
-        errors.append(float((one.detach().float() - right).norm() / right.norm()))
+        right = other.detach().double()
+        errors.append(float((one.detach().double() - right).norm() / right.norm()))
     return max(errors, key=lambda error: (error != error, error))  # noqa: PLR0124 - NaN is the worst
 
 

@@ -193,7 +193,7 @@ def _backend_line(
     if wrong:
         parts.append(f"DIFFERS: {'; '.join(wrong)}{f' ({said})' if said else ''}")
     elif errors:
-        parts.append(f"agrees with the fp32 reference ({said})")
+        parts.append(f"agrees with the fp64 reference ({said})")
     elif able:
         parts.append("could serve, others come first (--all proves it)")
     parts += faults + late
@@ -202,7 +202,7 @@ def _backend_line(
     chosen = "chosen" if plan.first(backend) else "chosen where faster" if has else "not chosen"
     verdict: Verdict = "WRONG" if wrong or faults else "open" if late else "ok"
     if backend in scope.named and not able and verdict == "ok":
-        verdict = "WRONG"
+        verdict = "lacks"
     text = f"{chosen}: {'; '.join(dict.fromkeys(parts))}"
     return Finding(f"  {backend}", text, verdict, needed=has or bool(scope.named))
 

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 START_SECONDS = 120.0
 """Limit of a child's own start, which on a cold disk is mostly torch's import."""
+LONGEST_WAIT_SECONDS = 3600.0
+"""Of one look for an answer: a limit may be infinite, a look may not."""
 KILL_SECONDS = 5.0
 """How long a killed child may take to be gone; one that a GPU driver holds is left behind."""
 
@@ -152,8 +154,10 @@ class _Child:
         stream, end = self._process.stdout.fileno(), time.monotonic() + seconds
         while b"\n" not in self._unread:
             left = end - time.monotonic()
-            if left <= 0 or not select.select([stream], [], [], left)[0]:
+            if left <= 0:
                 return b"", Answer(late=True)
+            if not select.select([stream], [], [], min(left, LONGEST_WAIT_SECONDS))[0]:
+                continue
             some = os.read(stream, 1 << 16)
             if not some:
                 return b"", Answer(fault=self._last_words())

@@ -247,4 +247,18 @@ def test_doctor_finds_nothing_wrong_here() -> None:
     status, output = call("doctor")
     assert status == 0, output
     assert "Gated DeltaNet" in output
-    assert output.count("chosen: agrees with the fp32 reference") == 4
+    assert output.count("chosen: agrees with the fp64 reference") == 4
+
+
+def test_after_an_interrupt_a_run_goes_on_and_doctor_starts_over(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("archsearch.pipeline.plan_run", interrupt)
+    monkeypatch.setattr("archsearch.doctor.check_scope", interrupt)
+    status, output = call("run", run_config, "--run-dir", tmp_path / "run")
+    assert status == 130
+    assert output.endswith("\narchsearch: interrupted; the same command goes on from here\n")
+    assert call("doctor") == (130, "archsearch: interrupted; the same command starts over\n")

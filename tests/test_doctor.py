@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from archsearch import doctor, kernel_proofs
+from archsearch import doctor, kernel_proofs, kernel_workers
 from archsearch.attention.dispatch import OPERATORS
 from archsearch.cli import app
 from archsearch.config import ExecutionConfig, KernelsConfig, RunConfig, TeacherConfig
@@ -88,7 +88,7 @@ def test_what_is_chosen_is_proven_and_nothing_else(table: Fill) -> None:
     choice, absent, right, off, fails = found = said()
     assert choice == Finding("fake", f"right: {USES}")
     assert absent == Finding("  absent", "not chosen: needs another machine", needed=False)
-    assert right.text.startswith("chosen: agrees with the fp32 reference (fp32 forward ")
+    assert right.text.startswith("chosen: agrees with the fp64 reference (fp32 forward ")
     assert all(f"fp32 {part} " in right.text for part in ("backward", "inference", "step"))
     for spare in (off, fails):
         assert spare.text == "not chosen: could serve, others come first (--all proves it)"
@@ -130,7 +130,7 @@ def test_with_all_each_fault_is_its_own_backends(
     assert "DIFFERS: training in fp32 raised RuntimeError: no such kernel; " in found["fails"].text
     assert "and more" not in found["fails"].text
     assert "fp32 step nan" in found["nan"].text
-    assert found["spare"].text.startswith("not chosen: agrees with the fp32 reference (")
+    assert found["spare"].text.startswith("not chosen: agrees with the fp64 reference (")
     assert not complaint(lines)
     assert any("fake: hangs in fp32 (" in text for text in waited)
     assert is_gone(place)
@@ -144,12 +144,34 @@ def test_a_choice_that_hangs_is_given_up_and_nothing_is_proven(table: Fill) -> N
 def test_a_named_backend_is_proven_alone_and_must_be_able_to_serve(table: Fill) -> None:
     table("absent right spare")
     _, spare = said(named=("spare",))
-    assert spare.text.startswith("not chosen: agrees with the fp32 reference (")
+    assert spare.text.startswith("not chosen: agrees with the fp64 reference (")
     assert spare.needed
     found = said(named=("absent",))
-    assert found[1] == Finding("  absent", "not chosen: needs another machine", "WRONG")
+    assert found[1] == Finding("  absent", "not chosen: needs another machine", "lacks")
+    assert complaint(found) == "cannot serve here: fake: absent"
     with pytest.raises(ConfigError, match=r"--backend none: .* allowed: absent, right, spare"):
         next(examine(scope=Scope(named=("none",))))
+
+
+def test_a_limit_may_be_infinite_but_not_nothing(
+    table: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table("right")
+    # Many looks for an answer, each too short.
+    monkeypatch.setattr(kernel_workers, "LONGEST_WAIT_SECONDS", 0.05)
+    _, right = examined(seconds=float("inf"))
+    assert right.text.startswith("chosen: agrees with the fp64 reference (")
+    for seconds in (float("nan"), 0.0):
+        with pytest.raises(ConfigError, match=rf"--seconds {seconds:g}: allowed: more than 0"):
+            next(examine(scope=Scope(seconds=seconds)))
+
+
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_what_is_proven_is_not_compared_with_itself(name: str) -> None:
+    uses = Target("cpu", 32, ("float32",)).uses(name)
+    proof = kernel_proofs.prove(kernel_proofs.Job("prove", name, "cpu", 32, tuple(uses), "torch"))
+    assert set(proof.errors) >= {"fp32 forward", "fp32 backward", "fp32 inference", "fp32 step"}
+    assert all(1e-9 < error < 1e-5 for error in proof.errors.values())
 
 
 def test_a_forced_backend_is_what_is_proven(table: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
