@@ -53,6 +53,11 @@ def check_config(config: RunConfig, info: TeacherInfo) -> None:
             f"scoring.replacement_sequences: {config.scoring.replacement_sequences} is above "
             f"data.heldout_sequences {config.data.heldout_sequences}"
         )
+    distill = config.distill
+    if distill.teacher_logits == "topk" and distill.top_k > info.vocab_size:
+        raise ConfigError(
+            f"distill.top_k: {distill.top_k} is beyond the teacher's vocabulary; allowed: 1 to {info.vocab_size}"
+        )
     _check_metrics(config)
     check_constraints(config.search.constraints, info.shape, config.cost)
     check_kernels(

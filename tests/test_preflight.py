@@ -129,6 +129,18 @@ def test_texts_and_scores_stay_within_the_window() -> None:
             check_config(config, INFO)
 
 
+def test_as_many_likeliest_tokens_as_there_are_can_be_kept() -> None:
+    most = INFO.vocab_size
+    check_config(config_with(distill={"teacher_logits": "topk", "top_k": most}), INFO)
+    check_config(config_with(distill={"top_k": most + 1}), INFO)
+    distill = {"teacher_logits": "topk", "top_k": most + 1}
+    message = (
+        rf"^distill\.top_k: {most + 1} is beyond the teacher's vocabulary; allowed: 1 to {most}$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_config(config_with(distill=distill), INFO)
+
+
 @pytest.mark.parametrize(
     ("metric", "needed"),
     [

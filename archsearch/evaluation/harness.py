@@ -12,9 +12,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import HarnessConfig, RunConfig
@@ -45,7 +47,7 @@ class Harness:
         The model runs in evaluation mode. Raises EnvironmentFault where a task cannot be loaded or run.
         """
         config, was_training = self.config, model.training
-        with _quiet(), _running(config):
+        with _quiet(), _running(config, self._manager):
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
 
@@ -89,12 +91,12 @@ def check_harness_package(config: HarnessConfig) -> None:
 def check_tasks(config: HarnessConfig, wanted: Mapping[str, str]) -> None:
     """Loads the tasks with their data sets, and checks that they have the metrics wanted, by the field that wants them.
 
-    Raises ConfigError for a task or metric that there is not, EnvironmentFault for a task that cannot be loaded.
+    Raises ConfigError for a task, metric or file that there is not, EnvironmentFault for a task that cannot be loaded.
     """
     if not config.tasks:
         return
     manager = _task_manager(config)
-    with _quiet(), _running(config):
+    with _quiet(), _running(config, manager):
         loaded = manager.load(list(config.tasks))
     known = {_metric(name, key) for name, found in loaded["tasks"].items() for key in _keys(found)}
     known |= {
@@ -164,13 +166,42 @@ def _task_manager(config: HarnessConfig) -> Any:
         if task not in known:
             near = difflib.get_close_matches(task, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` lists them"
+            hint = (_unreadable(include) if include is not None else "") or hint
             raise ConfigError(f"{FIELD}: lm-eval has no task {task!r}; {hint}")
     return manager
 
 
+def _unreadable(folder: Path) -> str:
+    """Says which task file in a folder is not YAML; lm-eval passes over such a file in silence. Empty where none is."""
+    for path in sorted(folder.glob("**/*.yaml")):
+        try:
+            yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            return f"{path}:{line}: not YAML: {error.problem}"
+        except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+            return f"{path}: not YAML: {' '.join(str(error).split())}"
+    return ""
+
+
+def _own_files(config: HarnessConfig, manager: Any) -> str:
+    """The task files of the config's own folder that its tasks are from, in brackets; empty for tasks of lm-eval's."""
+    if config.include_path is None:
+        return ""
+    folder, index = resolve_path(config.include_path), getattr(manager, "task_index", {})
+    paths = (getattr(index.get(task), "yaml_path", None) for task in config.tasks)
+    own = [str(path) for path in paths if path is not None and folder in Path(path).parents]
+    return f" ({', '.join(own)})" if own else ""
+
+
 @contextmanager
-def _running(config: HarnessConfig) -> Iterator[None]:
-    """Names the field where a task fails to load or run: lm-eval and datasets raise many kinds."""
+def _running(config: HarnessConfig, manager: Any) -> Iterator[None]:
+    """Names the field, and task files of one's own, where a task fails to load or run: lm-eval and datasets raise many kinds.
+
+    Raises ConfigError for a file that is not there, EnvironmentFault for anything else, such as a data set of the hub.
+    """
+    from datasets.exceptions import DatasetNotFoundError
+
     _allow_remote_code(config.trust_remote_code)
     try:
         yield
@@ -180,8 +211,15 @@ def _running(config: HarnessConfig) -> Iterator[None]:
         if "allocate memory" in str(error):  # How torch says that the host has too little.
             raise
         said = str(error).strip().partition("\n")[0]
-        raise EnvironmentFault(
-            f"{FIELD}: {', '.join(config.tasks)}: {type(error).__name__}: {said}"
+        is_file = isinstance(error, FileNotFoundError)
+        kind = (
+            ConfigError
+            if is_file and not isinstance(error, DatasetNotFoundError)
+            else EnvironmentFault
+        )
+        files = _own_files(config, manager)
+        raise kind(
+            f"{FIELD}: {', '.join(config.tasks)}{files}: {type(error).__name__}: {said}"
         ) from error
 
 

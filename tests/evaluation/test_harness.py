@@ -167,7 +167,35 @@ def test_a_data_set_that_is_not_there_is_named(tasks: Path, tmp_path: Path) -> N
     broken["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "gone.jsonl")
     (tmp_path / "lost.yaml").write_text(yaml.safe_dump(broken | {"task": "lost"}))
     config = HarnessConfig(tasks=("lost",), include_path=str(tmp_path))
-    with pytest.raises(EnvironmentFault, match=r"^harness\.tasks: lost: \w+Error: .*gone\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"^harness\.tasks: lost \(.*/lost\.yaml\): \w+Error: .*gone\.jsonl"
+    ):
+        check_tasks(config, {})
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_no_fault_of_the_config(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets.exceptions import DatasetNotFoundError
+
+    fail = _raising(DatasetNotFoundError("no/such"))
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.load", fail)
+    config = HarnessConfig(tasks=("sums",), include_path=str(tasks))
+    with pytest.raises(EnvironmentFault, match="DatasetNotFoundError: no/such"):
+        check_tasks(config, {})
+
+
+def test_a_task_file_that_is_broken_is_named(tasks: Path, tmp_path: Path) -> None:
+    text = (tasks / "sums.yaml").read_text()
+    (tmp_path / "own.yaml").write_text(text.replace("task: sums", "task: [own"))
+    config = HarnessConfig(tasks=("own",), include_path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no task 'own'; .*/own\.yaml:\d+: not YAML: "):
+        check_tasks(config, {})
+    odd = yaml.safe_load(text) | {"task": "own", "output_type": "nonsense"}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(odd))
+    with pytest.raises(
+        EnvironmentFault, match=r"^harness\.tasks: own \(.*/own\.yaml\): ValueError: "
+    ):
         check_tasks(config, {})
 
 
@@ -179,7 +207,7 @@ def test_memory_is_left_to_the_caller(tasks: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(type(error), match=str(error)):
                 measured.measure(teacher.model)
     monkeypatch.setattr(teacher.model, "forward", _raising(RuntimeError("odd")))
-    with pytest.raises(EnvironmentFault, match=r"harness\.tasks: sums: RuntimeError: odd"):
+    with pytest.raises(EnvironmentFault, match=r"sums \(.*/sums\.yaml\): RuntimeError: odd"):
         measured.measure(teacher.model)
 
 
