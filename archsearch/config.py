@@ -241,7 +241,10 @@ class SearchConfig(Section):
     operators: tuple[Literal["F", "G"], ...] = ("F", "G")
     trials: Positive = 64
     """Head maps evaluated, seeds included."""
-    sampler: Literal["tpe", "nsga2", "random"] = "tpe"
+    representation: Literal["ranked", "groups", "free"] = "ranked"
+    """ranked: a few numbers that pick the top of a blend of scores; groups: one bit a KV group; free: one bit a head."""
+    sampler: Literal["tpe", "nsga2", "nsga3", "gp", "random", "guided"] = "tpe"
+    """guided and random choose bits; all but guided choose the numbers of ranked."""
     objectives: Annotated[tuple[ObjectiveConfig, ...], Field(min_length=1, max_length=3)] = (
         ObjectiveConfig(metric="kl", direction="minimize"),
         ObjectiveConfig(metric="cache_bytes", direction="minimize"),
@@ -253,6 +256,14 @@ class SearchConfig(Section):
     halving: HalvingConfig | None = None
     max_promoted: Positive | None = None
     """Most points of each of these fronts that go on, those that add most hypervolume; all where not given."""
+    max_minutes: Rate | None = None
+    """Minutes after which nothing more is begun, over all calls of a run; shared by the proxies, so that each has time."""
+    max_tokens: Positive | None = None
+    """Tokens of distillation in all, shared by the proxies in the same way; the random control counts."""
+    patience: Positive | None = None
+    """Head maps in a row, after the seeds, that add no hypervolume to the first proxy's front before no more are chosen."""
+    min_gain: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Hypervolume that these must add together, as a share of the box, to count as a gain."""
     seeds: SeedConfig = SeedConfig()
     retention: RetentionConfig = RetentionConfig()
     random_control: bool = True
@@ -269,6 +280,14 @@ class SearchConfig(Section):
             raise ValueError("proxy_tokens must ascend without repeats")
         if self.halving is not None and self.max_promoted is not None:
             raise ValueError("max_promoted and halving both say who goes on; allowed: one of them")
+        bits = self.representation != "ranked"
+        if bits and self.sampler not in ("guided", "random"):
+            raise ValueError(
+                f"sampler {self.sampler} has no bits to choose; allowed with representation "
+                f"{self.representation}: guided, random"
+            )
+        if not bits and self.sampler == "guided":
+            raise ValueError("sampler guided chooses bits; allowed: representation groups or free")
         metrics = [objective.metric for objective in self.objectives]
         if len(set(metrics)) != len(metrics):
             raise ValueError("objectives name a metric twice")

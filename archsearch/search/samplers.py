@@ -1,4 +1,4 @@
-"""Samplers by name. Each ask gets a fresh one, seeded from the run's seed and the candidate's number.
+"""Optuna's samplers by name, for the numbers of `ranked`. Each ask gets a fresh one, seeded from the run's seed and the candidate's number.
 
 A sampler that kept one random stream would replay its first points when a run is resumed.
 """
@@ -6,13 +6,26 @@ A sampler that kept one random stream would replay its first points when a run i
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseGASampler, BaseSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import (
+    BaseGASampler,
+    BaseSampler,
+    GPSampler,
+    NSGAIIISampler,
+    NSGAIISampler,
+    RandomSampler,
+    TPESampler,
+)
 from optuna.trial import FrozenTrial, Trial
+
+from ..errors import EnvironmentFault
 
 VIOLATIONS = "constraints"
 """User attribute with one number a constraint; a trial is feasible if it is there and none is positive."""
@@ -40,9 +53,31 @@ def _tpe(trials: int, options: dict[str, Any]) -> BaseSampler:
     return TPESampler(n_startup_trials=min(10, max(1, trials // 4)), constant_liar=True, **options)
 
 
+def _population(trials: int) -> int:
+    """With the usual 50 a short study would end within its first, random generation."""
+    return min(50, max(4, trials // 6))
+
+
 def _nsga2(trials: int, options: dict[str, Any]) -> BaseSampler:
-    # With the usual 50 a short study would end within its first, random generation.
-    return NSGAIISampler(population_size=min(50, max(4, trials // 6)), **options)
+    return NSGAIISampler(population_size=_population(trials), **options)
+
+
+def _nsga3(trials: int, options: dict[str, Any]) -> BaseSampler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return NSGAIIISampler(population_size=_population(trials), **options)
+
+
+def _gp(trials: int, options: dict[str, Any]) -> BaseSampler:
+    missing = [name for name in ("scipy", "torch") if find_spec(name) is None]
+    if missing:
+        raise EnvironmentFault(
+            f"search.sampler: gp needs {' and '.join(missing)}, which are not installed; "
+            "allowed without: tpe, nsga2, nsga3, random, and guided with representation groups or free"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return GPSampler(n_startup_trials=min(10, max(1, trials // 4)), **options)
 
 
 def _random(trials: int, options: dict[str, Any]) -> BaseSampler:
@@ -53,6 +88,8 @@ def _random(trials: int, options: dict[str, Any]) -> BaseSampler:
 SAMPLERS: dict[str, Callable[[int, dict[str, Any]], BaseSampler]] = {
     "tpe": _tpe,
     "nsga2": _nsga2,
+    "nsga3": _nsga3,
+    "gp": _gp,
     "random": _random,
 }
 
@@ -63,7 +100,10 @@ def admit(study: optuna.Study, trial: Trial) -> None:
     It breeds only from trials of a generation, and gives one only to those that it samples itself.
     """
     if isinstance(study.sampler, BaseGASampler):
-        study.sampler.get_trial_generation(study, study.get_trials(deepcopy=False)[trial.number])
+        frozen = study.get_trials(deepcopy=False)[trial.number]
+        generation = study.sampler.get_trial_generation(study, frozen)
+        # The first call fixes the parents and hands them out in another order than all later ones.
+        study.sampler.get_parent_population(study, generation)
 
 
 def distributions(low: int, high: int) -> dict[str, BaseDistribution]:

@@ -8,6 +8,9 @@ import optuna
 import pytest
 
 from archsearch.config import SearchConfig
+from archsearch.errors import EnvironmentFault
+from archsearch.search import samplers
+from archsearch.search.proposals.choice import BIT_SAMPLERS
 from archsearch.search.samplers import (
     SAMPLERS,
     admit,
@@ -23,7 +26,8 @@ SPACE = distributions(2, 30)
 quiet_optuna()
 
 
-@pytest.fixture(params=sorted(SAMPLERS))
+# The slow one is tried once, below.
+@pytest.fixture(params=sorted(SAMPLERS.keys() - {"gp"}))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -42,7 +46,33 @@ def fill(name: str, seed: int, trials: int = 14) -> list[dict[str, float]]:
 
 
 def test_every_sampler_of_the_config_exists() -> None:
-    assert set(SAMPLERS) == set(get_args(SearchConfig.model_fields["sampler"].annotation))
+    named = set(get_args(SearchConfig.model_fields["sampler"].annotation))
+    assert {*SAMPLERS, *BIT_SAMPLERS} == named
+
+
+def test_a_sampler_chooses_what_it_can() -> None:
+    for representation in ("ranked", "groups", "free"):
+        allowed = SAMPLERS if representation == "ranked" else BIT_SAMPLERS
+        for sampler in (*SAMPLERS, *BIT_SAMPLERS):
+            data = {"representation": representation, "sampler": sampler}
+            if sampler in allowed:
+                SearchConfig.model_validate(data)
+            else:
+                with pytest.raises(ValueError, match="allowed"):
+                    SearchConfig.model_validate(data)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+def test_gp_chooses_within_range() -> None:
+    points = fill("gp", 0, trials=6)
+    assert len(points) == 6
+    assert all(2 <= point["fa_heads"] <= 30 for point in points)
+
+
+def test_gp_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match="scipy and torch, which are not installed"):
+        make_sampler("gp", 0, trials=8, constrained=False)
 
 
 def test_points_are_in_range_and_follow_the_seed(name: str) -> None:

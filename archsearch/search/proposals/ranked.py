@@ -49,6 +49,8 @@ class RankedProposals:
         for head_map in busy:
             if head_map.layers not in self._running and head_map.layers not in self._over:
                 self._running[head_map.layers] = self._add(self.describe(head_map))
+        # A fresh one: entering maps, which only a resumed search has to do, has drawn from it.
+        self._mirror.sampler = self._sampler(candidate)
         trial = self._mirror.ask(dict(self.distributions))
         rng = Random(derive_seed(self._config.seed, "nearest", candidate))
         chosen = self._space.nearest(Point(**trial.params), self._is_new, rng)

@@ -1,0 +1,144 @@
+"""Our own proposals, for one bit a head (`free`) or a KV group (`groups`).
+
+Hundreds of maps are bred from the front by moves.py, and built from what surrogate.py has learnt of each unit; the one that
+is expected to add most hypervolume (screening.py) is proposed, after a few rounds of breeding from the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from optuna.distributions import BaseDistribution
+
+from ...config import RunConfig
+from ...headmap import HeadMap, ModelShape
+from ...metrics import COSTS
+from ..samplers import derive_seed
+from ..seeds import ScoreTables
+from .base import Evaluated, Proposal
+from .features import Features
+from .moves import build, cross, mutate
+from .pool import Pool
+from .screening import MIN_SIZE, Evidence, Screen, SettingsMemory
+from .units import Bits, Costs, Row, Units
+
+BUILT, BRED, CROSSED = 96, 96, 48
+"""Maps of the first round: from nothing, by mutation and by crossover."""
+PARENTS, CHILDREN, ROUNDS = 16, 128, 3
+"""Of each later round: the best so far and their children."""
+
+
+class GuidedProposals:
+    """Proposals over bits. scores: tables by method, all that the run has; name: the study's, from which seeds derive."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        scores: Mapping[str, ScoreTables],
+        name: str,
+    ) -> None:
+        search = config.search
+        self._config, self._name = config, name
+        self._units = Units(shape, whole_groups=search.representation == "groups")
+        self._costs = Costs(self._units, config.cost)
+        self._tables = [self._units.of_table(scores[method].heads) for method in sorted(scores)]
+        self._features = Features(self._units, self._tables)
+        signs = [1.0 if o.direction == "minimize" else -1.0 for o in search.objectives]
+        self._signs_D = np.array(signs)
+        self._analytic = [
+            (objective.metric, sign) if objective.metric in COSTS else None
+            for objective, sign in zip(search.objectives, signs, strict=True)
+        ]
+        self._measured = [
+            place for place, bound in enumerate(search.constraints) if bound.metric not in COSTS
+        ]
+        self._memory = SettingsMemory()
+
+    @property
+    def distributions(self) -> Mapping[str, BaseDistribution]:
+        """None: a map is all that a trial has."""
+        return {}
+
+    def describe(self, head_map: HeadMap) -> Mapping[str, float]:
+        """Nothing: a map is all that a trial has."""
+        return {}
+
+    def propose(
+        self, candidate: int, history: Sequence[Evaluated], busy: Collection[HeadMap]
+    ) -> Proposal:
+        """The new map that is expected to add most hypervolume."""
+        rng = np.random.default_rng(derive_seed(self._config.seed, self._name, "guided", candidate))
+        known = [*(e.head_map for e in history), *busy]
+        pool = Pool(self._units, self._costs, self._config.search.constraints, known)
+        done = sorted((e for e in history if e.values is not None), key=lambda e: e.candidate)
+        if len(done) < MIN_SIZE:
+            best = self._by_scores(pool, rng)
+        else:
+            best = self._by_gain(pool, self._evidence(done), busy, rng)
+        return Proposal(self._units.to_map(pool.blind(rng) if best is None else best))
+
+    def _by_scores(self, pool: Pool, rng: np.random.Generator) -> Bits | None:
+        """A map of the best units by a random blend of scores."""
+        weights = rng.dirichlet(np.ones(max(1, len(self._tables))))
+        blend = np.zeros(self._units.count)
+        for weight, table in zip(weights, self._tables, strict=False):
+            blend += weight * table / (np.abs(table).sum() or 1.0)
+        maps = pool.new(build(self._units, np.tile(blend, (BUILT, 1)), rng))
+        return maps[0] if len(maps) else None
+
+    def _by_gain(
+        self, pool: Pool, evidence: Evidence, busy: Collection[HeadMap], rng: np.random.Generator
+    ) -> Bits | None:
+        units = self._units
+        in_flight = units.of_maps(sorted(busy, key=lambda m: m.layers)) > 0.5 if busy else None
+        screen = Screen(
+            self._features,
+            self._costs,
+            self._analytic,
+            evidence,
+            np.zeros((0, units.count), dtype=bool) if in_flight is None else in_flight,
+            self._memory,
+            rng,
+        )
+        effects_SU = screen.effects()
+        front = screen.front_PU if len(screen.front_PU) else evidence.shares_NU > 0.5
+
+        def some(count: int) -> Row:
+            drawn: Row = effects_SU[rng.integers(len(effects_SU), size=count)]
+            return drawn
+
+        def parents(count: int) -> Bits:
+            chosen: Bits = front[rng.integers(len(front), size=count)]
+            return chosen
+
+        first = [
+            build(units, some(BUILT), rng),
+            mutate(units, parents(BRED), some(BRED), rng),
+            cross(units, parents(CROSSED), parents(CROSSED), rng),
+        ]
+        maps = pool.new(np.concatenate(first))
+        gains = screen.gains(maps) if len(maps) else np.zeros(0)
+        for _ in range(ROUNDS):
+            if not len(maps):
+                break
+            order = np.argsort(-gains, kind="stable")[:PARENTS]
+            maps, gains = maps[order], gains[order]
+            bred = maps[rng.integers(len(maps), size=CHILDREN)]
+            children = pool.new(mutate(units, bred, some(CHILDREN), rng))
+            if len(children):
+                maps = np.concatenate([maps, children])
+                gains = np.concatenate([gains, screen.gains(children)])
+        return maps[int(gains.argmax())] if len(maps) else None
+
+    def _evidence(self, done: Sequence[Evaluated]) -> Evidence:
+        violations = np.array([e.violations for e in done], dtype=np.float64)
+        violations = violations.reshape(len(done), -1)
+        return Evidence(
+            tuple(e.candidate for e in done),
+            self._units.of_maps([e.head_map for e in done]),
+            np.array([e.values for e in done], dtype=np.float64) * self._signs_D,
+            violations[:, self._measured],
+            np.array((violations <= 0).all(axis=1)),
+        )
