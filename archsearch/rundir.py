@@ -28,6 +28,10 @@ SCHEMA = 1
 RESUMABLE = (
     "search.trials",
     "search.max_retries",
+    "search.max_minutes",
+    "search.max_tokens",
+    "search.patience",
+    "search.min_gain",
     "search.retention.",
     "execution.",
     "kernels.",

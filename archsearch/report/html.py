@@ -22,9 +22,9 @@ from .tables import (
     candidate_tables,
     failure_table,
     hypervolume_table,
+    pruned_table,
     share_table,
     split_metrics,
-    pruned_table,
     stage_table,
 )
 

@@ -179,6 +179,8 @@ class RunSummary:
     failures: tuple[Failure, ...] = ()
     pruned: tuple[Failure, ...] = ()
     """Candidates that did not go on to a proxy of so many tokens."""
+    stops: tuple[str, ...] = ()
+    """What ended the search before all candidates were begun."""
     stages: tuple[dict[str, Any], ...] = ()
     methods: tuple[dict[str, Any], ...] = ()
     """Seconds of each scoring method."""

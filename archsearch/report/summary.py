@@ -11,7 +11,7 @@ from ..headmap import ModelShape
 from ..rundir import RunDir
 from ..search.front import CONTROL, SEARCH
 from ..search.front import Candidate as Finished
-from ..search.outcome import RungOutcome, read_outcome
+from ..search.outcome import RungOutcome, SearchOutcome, read_outcome
 from ..search.retention import read_retention
 from ..timings import read_timings
 from .records import Candidate, Failure, Group, Objective, Rung, RunSummary
@@ -24,7 +24,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
     Raises ConfigError where the directory is no run, has neither of them yet, or holds damaged files.
     """
     config = run_dir.load_config()
-    rungs, failures, pruned = _read_rungs(run_dir, config)
+    rungs, outcome = _read_rungs(run_dir, config)
     scores = read_score_files(run_dir)
     if not rungs and not scores:
         raise ConfigError(
@@ -38,8 +38,9 @@ def read_summary(run_dir: RunDir) -> RunSummary:
             Objective(o.metric, o.direction == "minimize") for o in config.search.objectives
         ),
         rungs=tuple(rungs),
-        failures=tuple(failures),
-        pruned=tuple(pruned),
+        failures=tuple(_failures(outcome)),
+        pruned=tuple(_pruned(outcome)),
+        stops=tuple(outcome.stops()),
         stages=tuple(stages),
         methods=tuple(methods),
         scores=scores,
@@ -49,26 +50,29 @@ def read_summary(run_dir: RunDir) -> RunSummary:
     )
 
 
-def _read_rungs(
-    run_dir: RunDir, config: RunConfig
-) -> tuple[list[Rung], list[Failure], list[Failure]]:
+def _read_rungs(run_dir: RunDir, config: RunConfig) -> tuple[list[Rung], SearchOutcome]:
     if config.search.storage is None and not (run_dir / "study.db").exists():
-        return [], [], []
+        return [], SearchOutcome([])
     facts: dict[str, Any] = run_dir.read_json("teacher.json")
     shape = ModelShape(**facts["model"])
     outcome = read_outcome(config, run_dir, shape)
-    failures = [
+    return [_rung(rung) for rung in outcome.rungs if rung.search or rung.control], outcome
+
+
+def _failures(outcome: SearchOutcome) -> list[Failure]:
+    return [
         Failure(f.candidate, f.method, rung.proxy_tokens, f.reason)
         for rung in outcome.rungs
         for f in rung.failures
     ]
-    pruned = [
+
+
+def _pruned(outcome: SearchOutcome) -> list[Failure]:
+    return [
         Failure(row.candidate, row.method, rung.proxy_tokens, row.reason)
         for rung in outcome.rungs
         for row in (*rung.pruned[0], *rung.pruned[1])
     ]
-    rungs = [_rung(rung) for rung in outcome.rungs if rung.search or rung.control]
-    return rungs, failures, pruned
 
 
 def _rung(rung: RungOutcome) -> Rung:

@@ -56,7 +56,12 @@ def hypervolume_table(summary: RunSummary) -> Table:
         "Hypervolume",
         (*columns, *(names[key] for key in present)),
         rows,
-        "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
+        " ".join(
+            [
+                "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
+                *(f"The search {stop}." for stop in summary.stops),
+            ]
+        ),
     )
 
 

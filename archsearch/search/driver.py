@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import get_args
 
@@ -16,15 +16,25 @@ from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
 from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
-from .promotion import Pruned, promote
+from .promotion import Promotion, Pruned, promote
 from .proposals.base import Proposals
-from .proposals.ranked import RankedProposals
+from .proposals.choice import make_proposals
 from .retention import baseline_seeds, measure_retention
 from .rung import Job, Rung, Say
 from .samplers import derive_seed, quiet_optuna
-from .seeds import ScoreTables, needed_by_seeds, seed_maps
-from .space import SPACE_SCORES, RankedSpace, check_constraints, random_map
-from .study import RungStudy, open_storage, open_study, study_name
+from .seeds import ScoreTables, needed_by_seeds, seeds_of_search
+from .space import SPACE_SCORES, check_constraints, random_map
+from .stopping import (
+    Clock,
+    Limit,
+    Stop,
+    affordable_candidates,
+    ended_by_patience,
+    first_of,
+    patience_limit,
+    time_limit,
+)
+from .study import SECONDS, STOPPED, RungStudy, open_storage, open_study, study_name
 
 __all__ = ["SearchOutcome", "needed_scores", "run_search"]
 
@@ -43,7 +53,7 @@ def run_search(
 ) -> SearchOutcome:
     """Evaluates the candidates of every rung and writes pareto.json, trials.json and the front's maps.
 
-    Goes on from where an earlier call was stopped. scores holds the tables of needed_scores. make_executor starts the executor; the config's, with real workers, where it is None.
+    Goes on from where an earlier call was stopped. scores: tables by method, at least those of needed_scores. make_executor starts the executor; the config's, with real workers, where it is None.
     Raises ConfigError on constraints that nothing meets, EnvironmentFault where workers or storage fail.
     """
     quiet_optuna()
@@ -80,17 +90,28 @@ def _real_executor(config: RunConfig, run_dir: RunDir) -> Executor:
 
 @dataclass(frozen=True)
 class _Group:
-    """What one study of a rung has to evaluate, and who of the rung before did not get there."""
+    """What one study of a rung has to evaluate, those first that matter most."""
 
     jobs: Sequence[Job]
-    pruned: Sequence[Pruned] = ()
-    tokens_before: int = 0
     control: bool = False
+    promotion: Promotion | None = None
+    """Whom of the rung before it goes on with; None at the first rung."""
+    tokens_before: int = 0
+    stop: Stop | None = None
 
     @property
     def wanted(self) -> bool:
         """Whether it needs a study."""
-        return not self.control or bool(self.jobs or self.pruned)
+        pruned = self.promotion is not None and self.promotion.pruned
+        return not self.control or bool(self.jobs or pruned)
+
+    def within(self, count: int, reason: str) -> _Group:
+        """The first count of its jobs; the others are left out for that reason."""
+        if count >= len(self.jobs):
+            return self
+        promotion = self.promotion and self.promotion.within(count, reason)
+        stop = Stop(reason, count, len(self.jobs))
+        return replace(self, jobs=self.jobs[:count], promotion=promotion, stop=stop)
 
 
 class _Search:
@@ -108,23 +129,26 @@ class _Search:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
         name = study_name(config, search.proxy_tokens[0])
-        space = RankedSpace(shape, scores, search.constraints, config.cost)
-        self._proposals: Proposals = RankedProposals(config, space, name)
-        self._seeds = seed_maps(shape, scores, search.seeds, config.seed, config.cost)
+        self._proposals: Proposals = make_proposals(config, shape, scores, name)
+        self._seeds = seeds_of_search(shape, scores, search, config.seed, config.cost)
         if len(self._seeds) > search.trials:
             left_out = len(self._seeds) - search.trials
             say(f"search.trials {search.trials} leaves no room for the last {left_out} seeds")
         self._storage = open_storage(search.storage or run_dir.storage)
         self._progress, self._done, self._total = progress, 0, 0
+        self._clock: Clock | None = None
+        self._spent = 0
 
     def run(self, executor: Executor) -> SearchOutcome:
-        """Evaluates every rung, each on the fronts of the one before."""
+        """Evaluates every rung, each on those of the one before that go on."""
         rungs: list[RungOutcome] = []
-        for rung, tokens in enumerate(self._config.search.proxy_tokens):
-            groups = self._later_groups(rungs[-1]) if rungs else self._first_groups()
-            self._total += sum(len(group.jobs) for group in groups)
-            studies = [self._evaluate(executor, rung, group) for group in groups if group.wanted]
-            rungs.append(collect(self._config, tokens, studies))
+        try:
+            for rung, tokens in enumerate(self._config.search.proxy_tokens):
+                groups = self._later_groups(rungs[-1]) if rungs else self._first_groups()
+                rungs.append(collect(self._config, tokens, self._run_rung(executor, rung, groups)))
+        finally:
+            if self._clock is not None:
+                self._clock.save()
         return SearchOutcome(rungs)
 
     def _first_groups(self) -> list[_Group]:
@@ -146,27 +170,84 @@ class _Search:
         config = self._config.search
         found = promote(config, before.fronts, before.search, before.control)
         return [
-            _Group(_repeats(promotion.chosen), promotion.pruned, before.proxy_tokens, bool(control))
+            _Group(_repeats(promotion.chosen), bool(control), promotion, before.proxy_tokens)
             for control, promotion in enumerate(found)
         ]
 
+    def _run_rung(self, executor: Executor, rung: int, groups: Sequence[_Group]) -> list[RungStudy]:
+        """Evaluates the search's candidates and then the control's, as many as the search could have."""
+        groups = [group for group in groups if group.wanted]
+        bound = affordable_candidates(self._config, rung, self._spent, len(groups))
+        if bound is not None:
+            groups = [group.within(*bound) for group in groups]
+        studies: list[RungStudy] = []
+        for group in groups:
+            stop = studies[0].stop() if studies and not rung else None
+            studies.append(
+                self._evaluate(
+                    executor, rung, group.within(stop.begun, stop.reason) if stop else group
+                )
+            )
+        self._spent += sum(study.tokens() for study in studies)
+        return studies
+
     def _evaluate(self, executor: Executor, rung: int, group: _Group) -> RungStudy:
-        config = self._config
+        config, first = self._config, rung == 0 and not group.control
         name = study_name(config, config.search.proxy_tokens[rung], control=group.control)
         records = RungStudy(open_study(self._storage, name, config), self._storage, self._shape)
-        records.mark_pruned(group.pruned, group.tokens_before)
-        Rung(
+        if first:
+            self._clock = self._start_clock(records)
+            earlier = records.stop()
+            if earlier is not None and ended_by_patience(config.search, earlier):
+                group = group.within(earlier.begun, earlier.reason)
+        if group.promotion is not None:
+            records.mark_pruned(group.promotion.pruned, group.tokens_before)
+        self._total += len(group.jobs)
+        runner = Rung(
             config,
             self._run_dir,
             records,
             executor,
             rung=rung,
             jobs=group.jobs,
-            proposals=self._proposals if rung == 0 and not group.control else None,
+            proposals=self._proposals if first else None,
+            limit=self._limit(rung, group),
             finished=self._advance,
             say=self._say,
-        ).run()
+        )
+        runner.run()
+        if runner.reason is not None:
+            group = self._leave_out(records, group, runner.left, runner.reason)
+        records.remember(STOPPED, None if group.stop is None else asdict(group.stop))
         return records
+
+    def _start_clock(self, records: RungStudy) -> Clock | None:
+        """Without a limit on time nothing is written down."""
+        if self._config.search.max_minutes is None:
+            return None
+        used = records.study.user_attrs.get(SECONDS, 0.0)
+        return Clock(used, lambda seconds: records.remember(SECONDS, seconds))
+
+    def _limit(self, rung: int, group: _Group) -> Limit:
+        search = self._config.search
+        groups = 2 if search.random_control else 1
+        share = (rung * groups + group.control + 1) / (len(search.proxy_tokens) * groups)
+        limit = time_limit(search, self._clock, share)
+        if rung or group.control:
+            return limit
+        return first_of(limit, patience_limit(search, len(self._seeds)))
+
+    def _leave_out(
+        self, records: RungStudy, group: _Group, left: Sequence[Job], reason: str
+    ) -> _Group:
+        """Marks those that a limit kept from being begun."""
+        self._total -= len(left)
+        numbers = {job.candidate for job in left}
+        if group.promotion is not None:
+            cut = [Pruned(c, reason) for c in group.promotion.chosen if c.candidate in numbers]
+            records.mark_pruned(cut, group.tokens_before)
+        wanted = group.stop.wanted if group.stop is not None else len(group.jobs)
+        return replace(group, stop=Stop(reason, len(group.jobs) - len(left), wanted))
 
     def _advance(self) -> None:
         self._done += 1

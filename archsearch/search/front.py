@@ -60,14 +60,8 @@ class Scale:
     @classmethod
     def of(cls, objectives: Sequence[ObjectiveConfig], candidates: Sequence[Candidate]) -> Scale:
         """The scale that spans all candidates; with none of them, a unit box."""
-        ideal, reference = [], []
-        for objective in objectives:
-            sign = 1 if objective.direction == "minimize" else -1
-            losses = [sign * c.metrics[objective.metric] for c in candidates] or [0.0, 1.0]
-            best, worst = min(losses), max(losses)
-            beyond = (worst - best) * MARGIN or abs(worst) * MARGIN or 1.0
-            ideal.append(sign * best)
-            reference.append(sign * (worst + beyond))
+        found = [[c.metrics[o.metric] for o in objectives] for c in candidates]
+        ideal, reference = _box(objectives, found)
         return cls(tuple(objectives), tuple(ideal), tuple(reference))
 
     def losses(self, candidates: Sequence[Candidate]) -> NDArray[np.float64]:
@@ -108,6 +102,30 @@ class Scale:
             chosen.append(place)
             volume += gain
         return [candidates[place] for place in chosen]
+
+
+def scaled_losses(
+    objectives: Sequence[ObjectiveConfig], values: Sequence[Sequence[float]]
+) -> NDArray[np.float64]:
+    """Losses on the scale that spans all values, both [candidates, objectives]."""
+    ideal, reference = (np.array(side) for side in _box(objectives, values))
+    losses: NDArray[np.float64] = (np.array(values, dtype=np.float64) - ideal) / (reference - ideal)
+    return losses
+
+
+def _box(
+    objectives: Sequence[ObjectiveConfig], values: Sequence[Sequence[float]]
+) -> tuple[list[float], list[float]]:
+    """The best value of each objective, and the reference."""
+    ideal, reference = [], []
+    for place, objective in enumerate(objectives):
+        sign = 1 if objective.direction == "minimize" else -1
+        losses = [sign * row[place] for row in values] or [0.0, 1.0]
+        best, worst = min(losses), max(losses)
+        beyond = (worst - best) * MARGIN or abs(worst) * MARGIN or 1.0
+        ideal.append(sign * best)
+        reference.append(sign * (worst + beyond))
+    return ideal, reference
 
 
 def dominated_share(losses: NDArray[np.float64]) -> float:

@@ -10,6 +10,7 @@ from ..config import RunConfig
 from ..headmap import ModelShape
 from ..rundir import RunDir
 from .front import CONTROL, Candidate, Fronts
+from .stopping import Stop
 from .study import (
     Failure,
     PrunedRow,
@@ -34,6 +35,8 @@ class RungOutcome:
     fronts: Fronts
     pruned: tuple[list[PrunedRow], list[PrunedRow]] = ([], [])
     """The search's candidates and the control's that did not get as far as this rung."""
+    stop: Stop | None = None
+    """Why fewer candidates were begun than were wanted, where that is so."""
 
     def to_json(self) -> dict[str, Any]:
         """The rung as an entry of trials.json."""
@@ -55,25 +58,32 @@ class RungOutcome:
                 for c in (*self.search, *self.control)
             ],
             "failures": [asdict(failure) for failure in self.failures],
+            "stopped": str(self.stop) if self.stop else None,
             "pruned": [asdict(row) for rows in self.pruned for row in rows],
         }
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search came to; the last rung's fronts are the run's."""
+    """What a search came to; the fronts of the last rung that anyone reached are the run's."""
 
     rungs: list[RungOutcome]
 
     @property
+    def last(self) -> RungOutcome:
+        """The last rung that has results."""
+        reached = [rung for rung in self.rungs if rung.search or rung.control]
+        return (reached or self.rungs)[-1]
+
+    @property
     def tokens(self) -> int:
         """Distillation tokens of the last rung."""
-        return self.rungs[-1].proxy_tokens
+        return self.last.proxy_tokens
 
     @property
     def fronts(self) -> Fronts:
         """The fronts of the last rung."""
-        return self.rungs[-1].fronts
+        return self.last.fronts
 
     @property
     def failed(self) -> int:
@@ -82,8 +92,16 @@ class SearchOutcome:
 
     @property
     def lines(self) -> list[str]:
-        """The front's size and the hypervolumes, as a run prints them."""
-        return self.fronts.lines()
+        """The front's size, the hypervolumes and what ended the search early, as a run prints them."""
+        return [*self.fronts.lines(), *self.stops()]
+
+    def stops(self) -> list[str]:
+        """What ended rungs before all of their candidates were begun."""
+        return [
+            f"stopped at {rung.proxy_tokens} tokens by {rung.stop}"
+            for rung in self.rungs
+            if rung.stop
+        ]
 
     @property
     def summary(self) -> str:
@@ -104,6 +122,7 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
         [failure for study in studies if study for failure in study.failures()],
         Fronts.of(config.search.objectives, search, control, tokens),
         (pruned[0], pruned[1]),
+        studies[0].stop() if studies[0] else None,
     )
 
 

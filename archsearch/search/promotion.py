@@ -73,7 +73,8 @@ def promote_fronts(
             best = fronts.scale.spread(front, len(front) if most is None else most)
             # A point of both fronts counts for both.
             chosen += [c for c in best if c not in chosen]
-        taken, near = ({c.candidate for c in part} for part in (chosen, sum(own, [])))
+        taken = {c.candidate for c in chosen}
+        near = {c.candidate for front in own for c in front}
         length = f"{fronts.proxy_tokens} tokens"
         pruned = [
             Pruned(c, _why_not(c, c.candidate in near, length, most, field))

@@ -138,7 +138,7 @@ def compared_maps(
     """The teacher, the front's best map within the share, the search's own best where that is another, and the baselines."""
     options, objectives = config.search.retention, config.search.objectives
     found = [Kept(TEACHER, HeadMap.uniform(shape, Operator.FULL).layers)]
-    own = [c for c in outcome.rungs[-1].search if c.source == SEARCH and c.feasible]
+    own = [c for c in outcome.last.search if c.source == SEARCH and c.feasible]
     for source, candidates in ((FOUND, outcome.fronts.points), (SEARCH, own)):
         best = _best(candidates, objectives, options.fa_share)
         if best is not None and best.head_map.layers not in {kept.layers for kept in found}:

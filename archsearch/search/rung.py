@@ -23,6 +23,7 @@ from .proposals.base import Evaluated, Proposals
 from .records import TrialResult, TrialSpec, measured_metrics, trained_path
 from .samplers import derive_seed
 from .space import violation
+from .stopping import Limit, never
 from .study import (
     INTERRUPTED,
     ORPHANED,
@@ -78,6 +79,7 @@ class Rung:
         rung: int,
         jobs: Sequence[Job],
         proposals: Proposals | None = None,
+        limit: Limit = never,
         finished: Callable[[], None] = lambda: None,
         say: Say = _log.info,
     ) -> None:
@@ -86,7 +88,11 @@ class Rung:
         self._rung, self._tokens = rung, config.search.proxy_tokens[rung]
         self._metrics = tuple(measured_metrics(config))
         self._jobs = {job.candidate: job for job in jobs}
-        self._finished, self._say = finished, say
+        self._limit, self._finished, self._say = limit, finished, say
+        self.left: list[Job] = []
+        """Jobs that were not begun."""
+        self.reason: str | None = None
+        """What the limit said to that."""
         self._todo: deque[Job] = deque()
         self._retries: deque[Job] = deque()
         self._open: dict[int, tuple[OpenTrial, Job]] = {}
@@ -94,7 +100,7 @@ class Rung:
         self._busy = {job.candidate: job.head_map for job in jobs if job.head_map}
 
     def run(self) -> None:
-        """Returns once every candidate has a result or has failed for good."""
+        """Returns once every candidate has a result or has failed for good, or is left out by the limit."""
         self._adopt()
         try:
             while self._fill():
@@ -167,6 +173,9 @@ class Rung:
             if self._retries[0].alone and busy:
                 return None
             return self._retries.popleft()
+        if self._todo and (reason := self._limit(self._history)):
+            self.reason, self.left = reason, list(self._todo)
+            self._todo.clear()
         return self._todo.popleft() if self._todo else None
 
     def _start(self, job: Job) -> None:

@@ -28,11 +28,14 @@ from .front import SEARCH, Candidate
 from .promotion import Pruned
 from .proposals.base import Evaluated
 from .samplers import VIOLATIONS, record_violations, recorded_violations
+from .stopping import Stop
 
 ORPHANED = "orphaned"
 INTERRUPTED = "interrupted"
 PRUNED_AFTER = "pruned_after"
 """User attribute of a trial that was never begun: the tokens after which its candidate did not go on."""
+STOPPED, SECONDS = "stopped", "seconds"
+"""User attributes of a study: its Stop, and of the first one the seconds that the search has taken."""
 LOCK_SECONDS = 60
 """How long a write waits for a reader, such as the dashboard, to let go of an SQLite file."""
 
@@ -196,6 +199,20 @@ class RungStudy:
             if "candidate" in trial.user_attrs and PRUNED_AFTER not in trial.user_attrs:
                 found[trial.user_attrs["candidate"]].append(trial)
         return dict(found)
+
+    def remember(self, name: str, value: Any) -> None:
+        """Sets a user attribute of the study, if it has another value."""
+        if self.study.user_attrs.get(name) != value:
+            self.study.set_user_attr(name, value)
+
+    def stop(self) -> Stop | None:
+        """Why the study has fewer candidates than were wanted; None where it has all."""
+        stored = self.study.user_attrs.get(STOPPED)
+        return Stop(**stored) if stored else None
+
+    def tokens(self) -> int:
+        """Distillation tokens of all trials."""
+        return sum(trial.user_attrs.get("tokens", 0) for trial in self.trials())
 
     def mark_pruned(self, pruned: Sequence[Pruned], tokens: int) -> None:
         """Writes down who does not get as far as this study, tokens being those of the one before.

@@ -113,9 +113,14 @@ def fake_metrics(head_map: HeadMap, tokens: int) -> dict[str, float]:
 
 
 def fake_search(
-    config: RunConfig, folder: Path, *, said: list[str] | None = None, **payload: Any
+    config: RunConfig,
+    folder: Path,
+    *,
+    said: list[str] | None = None,
+    worker: type[FakeWorker] = FakeWorker,
+    **payload: Any,
 ) -> SearchOutcome:
-    """Runs the search with the fake worker in this process."""
+    """Runs the search with a fake worker in this process."""
     with RunDir(folder) as run_dir:
         run_dir.freeze_config(config)
         return run_search(
@@ -125,7 +130,7 @@ def fake_search(
             SCORES,
             say=said.append if said is not None else print,
             make_executor=lambda: SerialExecutor(
-                FakeWorker, {"log": str(folder / "calls.jsonl"), **payload}
+                worker, {"log": str(folder / "calls.jsonl"), **payload}
             ),
         )
 

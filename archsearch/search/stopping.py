@@ -1,0 +1,139 @@
+"""When a search begins nothing more: its trials, its minutes, its tokens, or no gain in hypervolume, whichever comes first.
+
+Minutes and tokens are shared by the rungs: of R rungs the first may use 1/R, the first two 2/R and so on, so that what one
+leaves over the next ones have, and candidates without training cannot use up all of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config import RunConfig, SearchConfig
+from .front import dominated_share, scaled_losses
+from .proposals.base import Evaluated
+
+Limit = Callable[[Sequence[Evaluated]], str | None]
+"""From what is over, in the order in which it ended: why nothing more is to be begun, None where nothing speaks against it."""
+
+SAVE_SECONDS = 5.0
+"""How often the time used is written down: a kill loses no more."""
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a study has fewer candidates than were wanted, and how many were begun."""
+
+    reason: str
+    begun: int
+    wanted: int
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.begun} of {self.wanted} candidates"
+
+
+class Clock:
+    """The seconds of a search, those of earlier calls included. save is called with them now and then."""
+
+    def __init__(self, used: float, save: Callable[[float], None]) -> None:
+        self._used, self._save = used, save
+        self._start = self._saved = time.monotonic()
+
+    def seconds(self) -> float:
+        """The seconds so far."""
+        now = time.monotonic()
+        if now - self._saved >= SAVE_SECONDS:
+            self.save()
+        return self._used + now - self._start
+
+    def save(self) -> None:
+        """Writes them down."""
+        self._saved = time.monotonic()
+        self._save(self._used + self._saved - self._start)
+
+
+def never(history: Sequence[Evaluated]) -> str | None:
+    """The limit of a search that has none."""
+    return None
+
+
+def time_limit(config: SearchConfig, clock: Clock | None, share: float) -> Limit:
+    """Ends after this share of search.max_minutes."""
+    minutes = config.max_minutes
+    if minutes is None or clock is None:
+        return never
+    reason = f"search.max_minutes {minutes:g}"
+    return lambda history: reason if clock.seconds() >= 60 * minutes * share else None
+
+
+def patience_limit(config: SearchConfig, num_seeds: int) -> Limit:
+    """Ends when the last search.patience candidates, none of them a seed, added no hypervolume beyond search.min_gain.
+
+    While nothing is feasible it does not end: there is no volume yet that could grow.
+    """
+    patience = config.patience
+    if patience is None:
+        return never
+    reason = _patience(config)
+
+    def limit(history: Sequence[Evaluated]) -> str | None:
+        if len(history) < num_seeds + patience:
+            return None
+        gain = hypervolume_gain(config, history, patience)
+        return reason if gain is not None and gain <= config.min_gain + _ROUNDING else None
+
+    return limit
+
+
+def hypervolume_gain(config: SearchConfig, history: Sequence[Evaluated], last: int) -> float | None:
+    """What the last candidates of history add to the dominated share of the box that spans all; None while none is feasible."""
+    done = [e for e in history if e.values is not None]
+    kept = np.array([all(value <= 0 for value in e.violations) for e in done], dtype=bool)
+    if not kept.any():
+        return None
+    losses = scaled_losses(config.objectives, [e.values or () for e in done])
+    before = kept.copy()
+    before[sum(e.values is not None for e in history[:-last]) :] = False
+    whole = dominated_share(losses[kept])
+    return whole - (dominated_share(losses[before]) if before.any() else 0.0)
+
+
+def first_of(*limits: Limit) -> Limit:
+    """Ends when one of them does."""
+    return lambda history: next((reason for end in limits if (reason := end(history))), None)
+
+
+def affordable_candidates(
+    config: RunConfig, rung: int, spent: int, groups: int
+) -> tuple[int, str] | None:
+    """How many candidates a group of a rung may have by search.max_tokens, and what says so; None where it sets no bound.
+
+    spent: tokens of all rungs before. What a candidate needs is known beforehand, so that the count is the same in every call.
+    """
+    most, price = config.search.max_tokens, candidate_tokens(config, rung)
+    if most is None or not price:
+        return None
+    lengths = config.search.proxy_tokens
+    left = most * (rung + 1) / len(lengths) - spent
+    return max(0, math.floor(left / (price * groups) + 1e-9)), f"search.max_tokens {most}"
+
+
+def candidate_tokens(config: RunConfig, rung: int) -> int:
+    """Tokens of a candidate's training at a rung, which goes on from where its rate had not fallen yet at the one before."""
+    lengths = config.search.proxy_tokens
+    before = lengths[rung - 1] if rung else 0
+    return lengths[rung] - math.floor((1 - config.distill.decay_share) * before)
+
+
+def ended_by_patience(config: SearchConfig, stop: Stop) -> bool:
+    """Whether an earlier call ended so, by the rule of now: with several workers the order of then is not known any more."""
+    return config.patience is not None and stop.reason == _patience(config)
+
+
+def _patience(config: SearchConfig) -> str:
+    return f"search.patience {config.patience}, no gain in hypervolume above {config.min_gain:g}"

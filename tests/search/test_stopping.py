@@ -1,0 +1,195 @@
+"""When a search begins nothing more: minutes, tokens, patience; named, kept over calls, and the same in each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from archsearch.headmap import HeadMap
+from archsearch.search import stopping
+from archsearch.search.front import Candidate, Scale, pareto_front
+from archsearch.search.proposals.base import Evaluated
+from archsearch.search.stopping import hypervolume_gain, patience_limit
+from tests.search.fakes import SHAPE, FakeWorker, fake_config, fake_search, read_log
+
+TOKENS = {"proxy_tokens": [0, 100, 300], "halving": {"keep": 0.5, "floor": 1, "bands": 2}}
+
+
+def evaluated(number: int, kl: float, cost: float, *violations: float) -> Evaluated:
+    head_map = HeadMap.from_full_heads(SHAPE, SHAPE.heads()[:number])
+    return Evaluated(number, head_map, (kl, cost), violations)
+
+
+def test_gain_is_the_difference_of_two_hypervolumes() -> None:
+    rng, config = Random(3), fake_config().search
+    for last in (1, 4, 9):
+        history = [evaluated(n, rng.random(), rng.random(), rng.random() - 0.7) for n in range(16)]
+        history.insert(5, Evaluated(99, history[0].head_map, None))
+        candidates = [
+            Candidate(
+                e.candidate,
+                "search",
+                {"kl": e.values[0], "cache_bytes": e.values[1]},
+                e.head_map,
+                max(e.violations) <= 0,
+            )
+            for e in history
+            if e.values is not None
+        ]
+        scale = Scale.of(config.objectives, candidates)
+        known = {e.candidate for e in history[:-last]}
+        early = [c for c in candidates if c.candidate in known]
+        expected = scale.hypervolume(candidates) - scale.hypervolume(early)
+        assert hypervolume_gain(config, history, last) == pytest.approx(expected)
+        if pareto_front(candidates, scale) == pareto_front(early, scale):
+            assert hypervolume_gain(config, history, last) == 0
+
+
+def test_patience_waits_for_the_seeds_and_for_something_feasible() -> None:
+    limit = patience_limit(fake_config(patience=3).search, num_seeds=2)
+    best = [evaluated(0, 0.0, 0.0, -1.0)]
+    worse = [evaluated(number, 1.0, 1.0, -1.0) for number in range(1, 6)]
+    assert [bool(limit((best + worse)[:n])) for n in range(7)] == [False] * 5 + [True] * 2
+    assert not limit([evaluated(number, 1.0, 1.0, 2.0) for number in range(9)])
+    better = evaluated(6, -1.0, 1.0, -1.0)
+    assert not limit([*best, *worse, better])
+    assert patience_limit(fake_config(patience=3, min_gain=0.9).search, 2)([*best, *worse, better])
+
+
+def test_patience_ends_a_search_the_same_way_in_every_call(tmp_path: Path) -> None:
+    options = {"trials": 60, "patience": 4, "random_control": True}
+    said: list[str] = []
+    outcome = fake_search(fake_config(**options), tmp_path, said=said)
+    rung = outcome.rungs[0]
+    assert rung.stop is not None
+    assert (rung.stop.begun, rung.stop.wanted) == (len(rung.search), 60)
+    assert 8 <= len(rung.search) < 60
+    assert len(rung.control) == len(rung.search)
+    line = f"stopped at 0 tokens by search.patience 4, no gain in hypervolume above 0: {len(rung.search)} of 60 candidates"
+    assert outcome.lines[-1] == line
+    written = json.loads((tmp_path / "trials.json").read_text())["rungs"][0]
+    assert written["stopped"] == line.removeprefix("stopped at 0 tokens by ")
+    calls = read_log(tmp_path / "calls.jsonl")
+    again = fake_search(fake_config(**options), tmp_path)
+    assert again.lines == outcome.lines
+    assert read_log(tmp_path / "calls.jsonl") == calls
+    other = fake_search(fake_config(**options), tmp_path / "other")
+    assert other.lines == outcome.lines
+    patient = fake_search(fake_config(**{**options, "patience": 6}), tmp_path)
+    assert len(patient.rungs[0].search) >= len(rung.search) + 2
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("most", [600, 1500, 2500])
+def test_tokens_are_never_more_than_allowed(tmp_path: Path, most: int, control: bool) -> None:
+    config = fake_config(trials=20, max_tokens=most, random_control=control, **TOKENS)
+    config = config.model_copy(
+        update={"distill": config.distill.model_copy(update={"decay_share": 1.0})}
+    )
+    outcome = fake_search(config, tmp_path, worker=CountingWorker)
+    calls = [call for call in read_log(tmp_path / "calls.jsonl") if call["proxy_tokens"]]
+    spent = sum(CountingWorker.price(call) for call in calls)
+    assert spent <= most
+    assert spent > 0.5 * most
+    for before, after in zip(outcome.rungs, outcome.rungs[1:], strict=False):
+        reached = {c.candidate for c in after.search} | {r.candidate for r in after.pruned[0]}
+        assert reached == {c.candidate for c in before.search}
+        cut = [row for row in after.pruned[0] if row.reason == f"search.max_tokens {most}"]
+        assert bool(cut) == (after.stop is not None)
+    assert any(rung.stop for rung in outcome.rungs)
+    assert fake_search(config, tmp_path, worker=CountingWorker).lines == outcome.lines
+    assert len(read_log(tmp_path / "calls.jsonl")) == len(calls) + 20 * (1 + control)
+
+
+class CountingWorker(FakeWorker):
+    """Says what it spent as a worker does that goes on from its last proxy."""
+
+    def __call__(self, spec: Any) -> Any:
+        from dataclasses import replace
+
+        result = super().__call__(spec)
+        return replace(result, tokens=self.price(spec.to_json()))
+
+    @staticmethod
+    def price(call: dict[str, Any]) -> int:
+        before = {0: 0, 100: 0, 300: 100}[call["proxy_tokens"]]
+        return int(call["proxy_tokens"]) - before
+
+
+def test_minutes_are_shared_by_the_proxies_and_counted_over_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+
+    class Slow(FakeWorker):
+        def __call__(self, spec: Any) -> Any:
+            nonlocal now
+            now += 6
+            if spec.candidate == 3 and broken:
+                raise KeyboardInterrupt
+            return super().__call__(spec)
+
+    broken = True
+    config = fake_config(trials=50, max_minutes=3.0, **TOKENS)
+    with pytest.raises(KeyboardInterrupt):
+        fake_search(config, tmp_path, worker=Slow)
+    broken = False
+    now += 7200  # Nothing ran meanwhile.
+    outcome = fake_search(config, tmp_path, worker=Slow)
+    # One minute a proxy at 6 s a candidate; the interrupted try cost 6 s.
+    assert len(outcome.rungs[0].search) == 9
+    assert [rung.stop for rung in outcome.rungs[1:]] == [None, None]
+    first = outcome.rungs[0]
+    assert str(first.stop) == "search.max_minutes 3: 9 of 50 candidates"
+    assert outcome.failed == 0
+    count = len(read_log(tmp_path / "calls.jsonl"))
+    assert fake_search(config, tmp_path, worker=Slow).lines == outcome.lines
+    assert len(read_log(tmp_path / "calls.jsonl")) == count
+    longer = fake_search(fake_config(trials=50, max_minutes=30.0, **TOKENS), tmp_path, worker=Slow)
+    assert len(longer.rungs[0].search) > 9
+    counts = Counter(
+        (c["candidate"], c["proxy_tokens"]) for c in read_log(tmp_path / "calls.jsonl")
+    )
+    assert max(counts.values()) == 1
+
+
+def test_what_time_cuts_off_at_a_later_proxy_is_named_and_may_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+
+    class Slow(FakeWorker):
+        def __call__(self, spec: Any) -> Any:
+            nonlocal now
+            now += 30 if spec.proxy_tokens else 1
+            return super().__call__(spec)
+
+    config = fake_config(trials=20, max_minutes=3.0, **TOKENS)
+    outcome = fake_search(config, tmp_path, worker=Slow)
+    second = outcome.rungs[1]
+    cut = [row.candidate for row in second.pruned[0] if row.reason == "search.max_minutes 3"]
+    assert cut
+    assert second.stop is not None
+    assert {c.candidate for c in second.search}.isdisjoint(cut)
+    assert len(second.search) + len(second.pruned[0]) == 20
+    longer = fake_search(fake_config(trials=20, max_minutes=30.0, **TOKENS), tmp_path, worker=Slow)
+    assert {c.candidate for c in longer.rungs[1].search} >= {*cut}
+    assert not {row.candidate for row in longer.rungs[1].pruned[0]} & {*cut}
+    assert longer.rungs[1].stop is None
+
+
+def test_where_nobody_may_go_on_the_last_front_that_is_there_stays(tmp_path: Path) -> None:
+    config = fake_config(trials=12, max_tokens=10, proxy_tokens=[0, 100])
+    outcome = fake_search(config, tmp_path)
+    assert outcome.tokens == 0
+    assert outcome.fronts.points
+    pareto = json.loads((tmp_path / "pareto.json").read_text())
+    assert (pareto["proxy_tokens"], len(pareto["points"])) == (0, len(outcome.fronts.points))
+    assert outcome.lines[-1].startswith("stopped at 100 tokens by search.max_tokens 10: 0 of ")
