@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ from ..search.space import analytic_costs
 from ..search.trial import EVALUATION_TOKENS, HELDOUT_FILE, SUPERNET_FILE, evaluation_probes
 from .bench_folder import read_config
 from .map_list import FAMILIES, MapList, draw_maps, head_map_of
-from .map_table import MADE_BY, MapTable, join
+from .map_table import MADE_BY, MapTable, digest_of, join
 from .records import commit, installed_versions, this_machine
 
 LIST_SEED = 20_606
@@ -218,12 +217,12 @@ class Bench:
             "teacher": teacher.fingerprint,
             "dtype": config.teacher.dtype,
             "device": teacher.device.type,
-            "supernet": _digest((run / SUPERNET_FILE).read_bytes()),
-            "text": {"rows_tokens": list(text_RT.shape), "digest": _digest(text_RT.numpy())},
-            "prompts": {**wanted, "digest": _digest(repr(prompts).encode())},
+            "supernet": digest_of((run / SUPERNET_FILE).read_bytes()),
+            "text": {"rows_tokens": list(text_RT.shape), "digest": digest_of(text_RT.numpy())},
+            "prompts": {**wanted, "digest": digest_of(repr(prompts).encode())},
             "config_seed": config.seed,
             "cost": config.cost.model_dump(),
-            "scores": {name: _digest(repr(scores[name]).encode()) for name in sorted(scores)},
+            "scores": {name: digest_of(repr(scores[name]).encode()) for name in sorted(scores)},
             "list_seed": args.seed,
             "families": list(FAMILIES),
         }
@@ -337,11 +336,7 @@ def _read_text(run: RunDir, sequences: int, tokens: int) -> Tensor:
     return torch.from_numpy(text_NT[:sequences, :tokens].astype(np.int64))
 
 
-def _digest(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _part(text: str) -> tuple[int, int]:
+def part_of(text: str) -> tuple[int, int]:
     """i and n of "i/n"."""
     first, _, number = text.partition("/")
     if not (first.isdigit() and number.isdigit() and int(first) < int(number)):
@@ -358,7 +353,7 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--maps", type=int, default=5000, help="length of the list")
     parser.add_argument("--seed", type=int, default=LIST_SEED, help="of the list")
-    parser.add_argument("--part", type=_part, default=(0, 1), metavar="i/n")
+    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="i/n")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="loading included")
     parser.add_argument("--sequences", type=int, default=16, help="rows of held-out text")
     parser.add_argument("--tokens", type=int, default=1024, help="of a row")

@@ -8,15 +8,17 @@
 | `values` | [N, K] float32 | the figures |
 | `columns` | [K] text | what they are |
 | `facts` | text | JSON: what was measured, with what, and who did it |
+| others | any | what a file has besides (search_evaluator) |
 
 Shapes: N maps, L layers, H query heads, K figures.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -31,6 +33,9 @@ MADE_BY = "made_by"
 """The fact that parts need not share: machines, versions and times, one of each process."""
 
 
+ARRAYS = ("maps", "indices", "families", "values", "columns", "facts")
+
+
 @dataclass(frozen=True)
 class MapTable:
     """Measured head maps; full_NLH says which heads are full attention, values are [N, K] in order of columns."""
@@ -41,6 +46,8 @@ class MapTable:
     values_NK: NDArray[np.float32]
     columns: tuple[str, ...]
     facts: dict[str, Any]
+    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Further arrays of the file, by name."""
 
     def save(self, path: Path) -> None:
         """Writes the file in one step."""
@@ -53,7 +60,7 @@ class MapTable:
             "facts": np.array(json.dumps(self.facts, sort_keys=True)),
         }
         with replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+            np.savez_compressed(file, **arrays, **self.extra)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: Path) -> MapTable:
@@ -71,6 +78,7 @@ class MapTable:
                     stored["values"],
                     tuple(str(name) for name in stored["columns"]),
                     facts,
+                    {name: stored[name] for name in stored.files if name not in ARRAYS},
                 )
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise ConfigError(f"{path}: no table of head maps, or damaged ({error!r})") from error
@@ -121,3 +129,8 @@ def join(paths: Sequence[Path]) -> MapTable:
 def _shared_facts(table: MapTable) -> dict[str, Any]:
     facts = {name: value for name, value in table.facts.items() if name != MADE_BY}
     return facts | {"columns": list(table.columns)}
+
+
+def digest_of(data: Any) -> str:
+    """Sixteen hex digits of bytes, or of an array's."""
+    return hashlib.sha256(data).hexdigest()[:16]
