@@ -220,6 +220,9 @@ class SeedConfig(Section):
     fa_shares: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.25, 0.125)
     random_maps: Positive = 1
     """Random maps at each share, of random and of random_groups."""
+    every_selector: bool = True
+    """After methods also every other selector whose scores the run has, program at all shares first, then share by share,
+    as long as half of the trials are left to the sampler."""
 
 
 class RetentionConfig(Section):

@@ -30,7 +30,7 @@ from .scoring.inputs import ScoreInputs, SubProbe, pair_counts
 from .scoring.methods import METHODS
 from .scoring.pairs import draw_pairs
 from .scoring.similarity import Similarity, measure_similarity
-from .search.driver import SearchOutcome, needed_scores, run_search
+from .search.driver import SearchOutcome, run_search
 from .search.seeds import read_scores
 from .search.trial import (
     HELDOUT_FILE,
@@ -315,7 +315,7 @@ def _search(context: RunContext, progress: StageProgress) -> str:
     """Writes what run_search does. An interrupted search keeps what candidates share, a finished one has no use for it."""
     config, run_dir = context.config, context.run_dir
     context.release()
-    tables = read_scores(run_dir, needed_scores(config.search))
+    tables = read_scores(run_dir, scored_methods(config))
     shape = inspect_teacher(config.teacher).shape
     context.outcome = run_search(config, run_dir, shape, tables, progress, say=progress.line)
     shutil.rmtree(run_dir / TEACHER_LOGITS, ignore_errors=True)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..config import CostConfig, ScoreMethod, SeedConfig, SeedMethod
+from ..config import CostConfig, ScoreMethod, SearchConfig, SeedConfig, SeedMethod
 from ..cost import cache_bytes, kv_cache_bytes, state_bytes
 from ..errors import ConfigError
 from ..headmap import Head, HeadMap, ModelShape, Operator
@@ -33,6 +33,7 @@ __all__ = [
     "ranks",
     "read_scores",
     "seed_maps",
+    "seeds_of_search",
     "top_heads",
 ]
 
@@ -116,6 +117,38 @@ def seed_maps(
                 full = selector.choose(Request(shape, tables, share, rng, cost))
                 _insert(found, Seed(method, HeadMap.from_full_heads(shape, full)))
     return list(found.values())
+
+
+def seeds_of_search(
+    shape: ModelShape,
+    scores: Mapping[str, ScoreTables],
+    config: SearchConfig,
+    seed: int,
+    cost: CostConfig = CostConfig(),  # noqa: B008 - frozen
+) -> list[Seed]:
+    """The seeds of a search: those of seed_maps and, with every_selector, of what else the scores that are there allow."""
+    seeds = config.seeds
+    found = {made.head_map: made for made in seed_maps(shape, scores, seeds, seed, cost)}
+    for method, share in _more_seeds(seeds, scores) if seeds.every_selector else ():
+        one = seeds.model_copy(update={"methods": (method,), "fa_shares": (share,)})
+        for made in seed_maps(shape, scores, one, seed, cost):
+            # A map that is there already takes no trial: it only gets another name.
+            if made.head_map in found or len(found) < config.trials // 2:
+                _insert(found, made)
+    return list(found.values())
+
+
+def _more_seeds(
+    config: SeedConfig, scores: Mapping[str, ScoreTables]
+) -> list[tuple[SeedMethod, float]]:
+    """Every selector that config does not name and that can be asked, at each share: the program first."""
+    others = [
+        method
+        for method, selector in SELECTORS.items()
+        if method not in config.methods and set(selector.scores) <= set(scores)
+    ]
+    wanted = [(method, share) for share in config.fa_shares for method in others]
+    return sorted(wanted, key=lambda pair: pair[0] != "program")
 
 
 def needed_by_seeds(config: SeedConfig) -> set[ScoreMethod]:

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from archsearch.config import CostConfig, ScoreMethod, SeedConfig, SeedMethod
+from archsearch.config import CostConfig, ScoreMethod, SearchConfig, SeedConfig, SeedMethod
 from archsearch.cost import cache_bytes
 from archsearch.errors import ConfigError
 from archsearch.headmap import ModelShape, Operator
@@ -18,11 +18,13 @@ from archsearch.search.seeds import (
     SELECTORS,
     UNIFORM,
     ScoreTables,
+    Seed,
     needed_by_seeds,
     num_full_heads,
     ranks,
     read_scores,
     seed_maps,
+    seeds_of_search,
     top_heads,
 )
 
@@ -296,3 +298,32 @@ def test_tied_heads_spread_over_the_layers() -> None:
 
 def test_tied_heads_share_their_mean_rank() -> None:
     assert ranks([[3.0, 1.0], [1.0, 2.0]]) == {(0, 0): 3.0, (0, 1): 0.5, (1, 0): 0.5, (1, 1): 2.0}
+
+
+def search_seeds(trials: int, **seeds: object) -> list[Seed]:
+    config = SearchConfig.model_validate({"trials": trials, "seeds": seeds})
+    return seeds_of_search(SHAPE, SCORES, config, seed=0)
+
+
+def names_of(seeds: list[Seed]) -> set[str]:
+    return {name for seed in seeds for name in (seed.method, *seed.also)}
+
+
+def test_every_selector_that_has_scores_is_a_seed_where_there_is_room() -> None:
+    asked: dict[str, object] = {"methods": ["all_full", "causal"], "fa_shares": [0.5, 0.25]}
+    assert names_of(search_seeds(1000, **asked)) == set(SELECTORS) | {"all_full"}
+    only = {**asked, "every_selector": False}
+    assert names_of(search_seeds(1000, **only)) == {"all_full", "causal"}
+    two = SearchConfig.model_validate({"trials": 1000, "seeds": asked})
+    some = seeds_of_search(SHAPE, {"causal": SCORES["causal"]}, two, seed=0)
+    assert "program" not in names_of(some)
+    assert {"causal_groups", "even_layers"} <= names_of(some)
+
+
+def test_half_of_the_trials_are_left_to_the_sampler_but_what_is_named_is_kept() -> None:
+    named: dict[str, object] = {"methods": ["causal", "even_layers"], "fa_shares": [0.5, 0.25]}
+    seeds = search_seeds(20, **named)
+    assert len(seeds) == 10
+    assert {seed.method for seed in seeds[:4]} == {"causal", "even_layers"}
+    assert [seed.method for seed in seeds[4:6]] == ["program", "program"]
+    assert [seed.method for seed in search_seeds(6, **named)] == [s.method for s in seeds[:4]]
