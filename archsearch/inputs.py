@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import GdnConfig, RunConfig, TeacherConfig, TextConfig
 from .data.corpora import load_tokens
-from .data.documents import open_corpus
+from .data.documents import Corpus, open_corpus
 from .errors import ConfigError, EnvironmentFault
 from .evaluation.harness import check_tasks
 from .footprint import TRAIN
@@ -42,6 +42,14 @@ SIZES = (
 """Fields of a model's config that must be 1 or more where it has them."""
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files that transformers takes weights from, in its order, each whole or as an index of shards."""
+COUNTED_TOKENS = 500_000
+"""Text of so many tokens is read and tokenized before any work, which takes about a second."""
+SAMPLED_CHARS = 200_000
+"""Of more text, characters from which its tokens are estimated."""
+MOST_CHARS = 8
+"""Characters a token; text that has so many is read no further."""
+ROUGHLY = 0.8
+"""Share of the tokens needed with which, by that estimate, a text is let pass."""
 
 
 def check_teacher_files(config: TeacherConfig) -> None:
@@ -182,16 +190,36 @@ def _check_text(
     length: int,
     skip: int,
 ) -> None:
-    """Reads what the run needs of an array of ids; of other text, which takes long, the first document."""
-    path = resolve_path(str(text.path))
-    if path.is_dir() or path.suffix == ".npy":
-        rows = load_tokens(
-            text, tokenizer, None, sequences=sequences, length=length, seed=0, skip=skip
+    """Reads what the run needs; of much text the tokens are estimated, from those of its beginning.
+
+    Raises ConfigError where a part that the run reads is malformed, or the text is too short.
+    """
+    path, needed = resolve_path(str(text.path)), (skip + sequences) * length
+    if path.suffix != ".npy" and not path.is_dir() and needed > COUNTED_TOKENS:
+        _check_corpus(open_corpus(text, path), tokenizer, needed, length)
+        return
+    rows = load_tokens(text, tokenizer, None, sequences=sequences, length=length, seed=0, skip=skip)
+    # A tokenizer may have added tokens that the embedding lacks.
+    if int(rows.max()) >= vocab_size:
+        raise ConfigError(f"token ids up to {rows.max()}; the teacher has 0 to {vocab_size - 1}")
+
+
+def _check_corpus(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, needed: int, length: int
+) -> None:
+    """Reads the corpus until it has tokens enough. Raises ConfigError where it ends far from that."""
+    sample, num_chars, num_texts = list[str](), 0, 0
+    for one in corpus.texts:
+        if num_chars < SAMPLED_CHARS:
+            sample.append(one[:SAMPLED_CHARS])
+        num_chars, num_texts = num_chars + len(one), num_texts + 1
+        if num_chars >= needed * MOST_CHARS:
+            return
+    ids = tokenizer(sample, add_special_tokens=False)["input_ids"]
+    a_char = sum(map(len, ids)) / max(1, sum(map(len, sample)))
+    found = round(num_chars * a_char) + corpus.separate * num_texts
+    if found < ROUGHLY * needed:
+        raise ConfigError(
+            f"{corpus.name}: holds about {found // length:,} sequences of {length} tokens, {needed // length:,} are "
+            "needed; give more text, or lower the tokens or the sequence length"
         )
-        # A tokenizer may have added tokens that the embedding lacks.
-        if int(rows.max()) >= vocab_size:
-            raise ConfigError(
-                f"token ids up to {rows.max()}; the teacher has 0 to {vocab_size - 1}"
-            )
-    elif next(iter(open_corpus(text, path).texts), None) is None:
-        raise ConfigError(f"{path}: holds no text")

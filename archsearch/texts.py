@@ -15,6 +15,7 @@ from .data.overlap import WINDOW, shared_rows
 from .errors import ConfigError
 from .models.teacher import Teacher
 from .plan import TrainingRows, text_origin, training_rows
+from .probe_inputs import naming
 from .progress import Progress
 from .rundir import RunDir
 from .search.trial import (
@@ -99,15 +100,16 @@ def write_heldout(
     found: dict[str, NDArray[Any]] = {}
     for field, (text, count, file, purpose) in parts.items():
         if not (run_dir / file).exists():
-            packed = load_text(
-                text,
-                teacher.tokenizer,
-                teacher,
-                sequences=count,
-                length=data.sequence_length,
-                seed=seed(purpose),
-                progress=progress,
-            )
+            with naming(_origin_field(field, text)):
+                packed = load_text(
+                    text,
+                    teacher.tokenizer,
+                    teacher,
+                    sequences=count,
+                    length=data.sequence_length,
+                    seed=seed(purpose),
+                    progress=progress,
+                )
             _write_array(run_dir, file, packed.rows)
         found[field] = np.load(run_dir / file)
     return found
@@ -123,16 +125,17 @@ def _training_text(
 ) -> tuple[Packed, int]:
     """Training text without rows that share a passage with held-out text, and how many were left out."""
     data = config.data
-    text = load_text(
-        data.train,
-        teacher.tokenizer,
-        teacher,
-        sequences=rows.text,
-        length=data.sequence_length,
-        seed=seed("train"),
-        skip=rows.skip,
-        progress=progress,
-    )
+    with naming(_origin_field("data.train", data.train)):
+        text = load_text(
+            data.train,
+            teacher.tokenizer,
+            teacher,
+            sequences=rows.text,
+            length=data.sequence_length,
+            seed=seed("train"),
+            skip=rows.skip,
+            progress=progress,
+        )
     shared: set[int] = set()
     for field, heldout_MT in heldout.items():
         pairs = shared_rows(text.rows, heldout_MT)
@@ -146,6 +149,11 @@ def _training_text(
     kept = np.setdiff1d(np.arange(len(text.rows)), sorted(shared))
     starts = None if text.starts is None else text.starts[kept]
     return (Packed(text.rows[kept], starts) if shared else text), len(shared)
+
+
+def _origin_field(field: str, text: TextConfig) -> str:
+    """The field that says where a text comes from."""
+    return field + {"file": ".path", "datasets": ".name"}.get(text.source, "")
 
 
 def _overlap_message(config: RunConfig, field: str, pairs: list[tuple[int, int]], skip: int) -> str:

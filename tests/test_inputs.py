@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from archsearch.configfile import load_config
+from archsearch.data.prompts import vocabulary
 from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.inputs import scored_inputs
 from archsearch.models.supernet import METADATA_KEY, read_meta
@@ -115,10 +117,52 @@ def test_text_is_opened_too(run_config: Path, tmp_path: Path) -> None:
     overrides = ("data.heldout.source=file", f"data.heldout.path={path}")
     with pytest.raises(ConfigError, match=r"data\.heldout\.path: .*no such file"):
         examine(run_config, *overrides)
-    for content, message in (("", "holds no text"), ('{"body": "x"}\n', "text")):
+    for content, message in (("", "holds 0 sequences"), ('{"body": "x"}\n', "no column 'text'")):
         path.write_text(content)
         with pytest.raises(ConfigError, match=rf"data\.heldout\.path: .*{message}"):
             examine(run_config, *overrides)
+
+
+def words(count: int, seed: int) -> str:
+    """Text of so many tokens of teacher_folder's tokenizer."""
+    known = sorted(word for word in vocabulary() if word.isalpha())
+    return " ".join(Random(seed).choices(known, k=count))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("field", ["train", "heldout", "extra_heldout[0]"])
+def test_text_is_read_as_far_as_the_run_reads_it(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, counted: bool
+) -> None:
+    if not counted:
+        monkeypatch.setattr("archsearch.inputs.COUNTED_TOKENS", 0)
+    # 1024 tokens of training, half of them prompts; two sequences held out.
+    num_rows = 5 if field == "train" else 2
+    line = json.dumps({"text": words(95, 0)})  # and an end of text
+    texts = {
+        "good.txt": words(96 * num_rows + 60, 1),
+        "short.txt": words(60 * num_rows, 2),
+        "good.jsonl": f"{line}\n" * (num_rows + 1),
+        "bad.jsonl": f'{line}\n{{"text": \n{line}\n',
+        "short.jsonl": f"{line}\n",
+    }
+    found = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        given = f"source: file, path: {tmp_path / name}"
+        override = f"data.{field}={{{given}}}"
+        if field.startswith("extra"):
+            override = f"data.extra_heldout=[{{label: own, {given}}}]"
+        try:
+            examine(run_config, override)
+        except ConfigError as error:
+            found[name] = str(error)
+    assert found.keys() == {"short.txt", "bad.jsonl", "short.jsonl"}
+    assert all(said.startswith(f"data.{field}.path: text path ") for said in found.values())
+    assert "bad.jsonl:2: not JSON" in found["bad.jsonl"]
+    about = "" if counted else "about "
+    assert f"short.jsonl: holds {about}1 sequences of 96 tokens" in found["short.jsonl"]
+    assert f"{num_rows} are needed" in found["short.txt"]
 
 
 def remove(name: str) -> Callable[[Path], None]:
