@@ -19,7 +19,7 @@ import typer
 from .config import ScoreMethod
 from .configfile import blamed, load_config
 from .console import Printer
-from .errors import ArchsearchError, ConfigError, EnvironmentFault, RunFault
+from .errors import ArchsearchError, ConfigError, EnvironmentFault, FieldFault, RunFault
 from .rundir import RunDir
 
 INTERRUPTED = 130
@@ -85,10 +85,12 @@ def validate(config: ConfigPath, overrides: Overrides = None, debug: Debug = Fal
     """Reads a config, and checks it against the teacher and this machine."""
     with faults(debug):
         settings = load_config(config, overrides or [])
+        from .models.kernels import check_environment
         from .models.teacher import inspect_teacher
         from .pipeline import warning_lines
         from .preflight import check_config, check_machine
 
+        check_environment()
         with naming(config, overrides):
             check_machine(settings)
             info = inspect_teacher(settings.teacher)
@@ -308,17 +310,20 @@ def _writable(run: Path) -> RunDir:
 
 
 def _tell_backends(all_of_them: bool) -> None:
-    """Whether each choice of a backend is said, or slow ones alone."""
+    """Whether each choice of a backend is said, or slow ones alone. Raises ConfigError for a wish for one that there is not."""
+    from .models.kernels import check_environment
+
+    check_environment()
     logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO if all_of_them else logging.WARNING)
 
 
 @contextlib.contextmanager
 def naming(config: Path, overrides: list[str] | None) -> Iterator[None]:
-    """Puts the config's path, or the --set that is to blame, before a ConfigError that names only the field."""
+    """Puts where the value was written, the config's path and line or a --set, before an error that names only the field."""
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(f"{blamed(config, overrides or [], str(error))}: {error}") from error
+    except (ConfigError, FieldFault) as error:
+        raise type(error)(f"{blamed(config, overrides or [], str(error))}: {error}") from error
 
 
 @contextlib.contextmanager

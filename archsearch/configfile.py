@@ -6,6 +6,7 @@ errors. Validation is pydantic's strict mode, so no value changes its kind on th
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -49,7 +50,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def blamed(path: Path | str, overrides: Sequence[str], message: str) -> str:
-    """Where the values come from that a message `field: problem` is about: a `--set`, or else the file.
+    """Where the values come from that a message `field: problem` is about: a `--set`, or else the file, with the line of
+    the field where it is written there.
 
     Without one of the field itself, it is one whose dotted path the message names.
     """
@@ -59,7 +61,16 @@ def blamed(path: Path | str, overrides: Sequence[str], message: str) -> str:
             end = r"(?![\w])" if "." in field else ":"
             if re.search(start + re.escape(field) + end, message):
                 return f"{OVERRIDE}{override}"
-    return str(path)
+    return _written(Path(path), message.partition(":")[0])
+
+
+def _written(path: Path, field: str) -> str:
+    """The line of a field in the file; the file alone where the field is not in it, or the file is gone."""
+    origins: dict[KeyPath, str] = {}
+    with contextlib.suppress(OSError, UnicodeDecodeError, ConfigError):
+        YamlReader(str(path), origins).parse(path.read_text(encoding="utf-8"))
+    places = {dotted(key): where for key, where in origins.items() if key}
+    return places.get(field, str(path))
 
 
 def _check_schema(data: Mapping[str, Any], origins: Mapping[KeyPath, str], source: str) -> None:

@@ -20,7 +20,7 @@ from .errors import ArchsearchError, ConfigError
 from .findings import Finding
 from .kernel_report import WORKER, KernelReport, Scope, Target
 from .kernel_workers import Workers
-from .models.kernels import TRAINING_DTYPE
+from .models.kernels import TRAINING_DTYPE, check_environment
 from .models.teacher import inspect_teacher, pick_device
 from .plan import training_rows
 from .preflight import check_machine, memory_limit
@@ -57,10 +57,11 @@ def examine(
 ) -> Generator[Finding, None, None]:
     """All findings, each as soon as it and those before it are known; with a config, of what its run needs.
 
-    waiting is told now and then what is worked on. Raises ConfigError for a name in the scope that no backend has.
+    waiting is told now and then what is worked on. Raises ConfigError for a name in the scope, or in the environment, that no backend has.
     """
     scope = scope or Scope()
     check_scope(scope)
+    check_environment()
     target, faults = _target(config)
     with Workers(command, _num_workers()) as workers:
         report = KernelReport(target, scope, workers)

@@ -19,6 +19,10 @@ class EnvironmentFault(ArchsearchError):
     exit_status = 3
 
 
+class FieldFault(EnvironmentFault):
+    """The same, of one field of the config, with which the message begins."""
+
+
 class RunFault(ArchsearchError):
     """The run went on to its end, but some trials failed."""
 

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
@@ -108,16 +107,15 @@ class Proof:
 def choose(job: Job) -> Choice:
     """Who serves each use. Where the fastest is taken, whoever can serve may be chosen for another shape."""
     operator = OPERATORS[job.operator]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        operator.force(job.wish, job.asked_by)
-        wish = operator.wish
+    operator.force(job.wish, job.asked_by)
+    wish = operator.wish
     asked_by = operator.variable if job.wish == AUTO else job.asked_by
-    choice = Choice(wish, asked_by, [], [], [], [str(warning.message) for warning in said])
+    choice = Choice(wish, asked_by, [], [], [], [])
     for use in job.uses:
         situation, call = job.situation(use), None
         if wish != AUTO and use.needed and (reason := operator.refusal(wish, situation)):
-            choice.faults.append(f"{asked_by}: {wish} cannot serve {situation}: {reason}")
+            what = operator.denied(wish, situation, reason)
+            choice.faults.append(f"{asked_by}: {wish} cannot serve {what}: {reason}")
         if _is_raced(operator, situation):
             call = _race_call(situation)
             situation = call.situation()

@@ -262,3 +262,29 @@ def test_after_an_interrupt_a_run_goes_on_and_doctor_starts_over(
     assert status == 130
     assert output.endswith("\narchsearch: interrupted; the same command goes on from here\n")
     assert call("doctor") == (130, "archsearch: interrupted; the same command starts over\n")
+
+
+def test_a_backend_that_cannot_serve_is_status_3_and_names_its_line(run_config: Path) -> None:
+    run_config.write_text(run_config.read_text() + "\nkernels:\n  gdn: triton\n")
+    line = len(run_config.read_text().splitlines())
+    cannot = "kernels.gdn: triton cannot serve on cpu in "
+    status, output = call("validate", run_config, "--set", "teacher.device=cpu")
+    assert status == 3
+    assert output.startswith(f"archsearch: {run_config}:{line}: {cannot}")
+    wish = "kernels.gdn=flashqla"
+    output = call("validate", run_config, "--set", wish, "--set", "teacher.device=cpu")[1]
+    assert output.startswith(f"archsearch: --set {wish}: {cannot.replace('triton', 'flashqla')}")
+
+
+@pytest.mark.parametrize("command", ["validate", "run", "score", "doctor"])
+def test_a_mistyped_backend_in_the_environment_is_status_2_and_one_line(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("HYDRAHEAD_GDN_BACKEND", "tritn")
+    options = ["--run-dir", tmp_path / "run"] if command in ("run", "score") else []
+    status, output = call(command, run_config, *options)
+    assert status == 2
+    assert output == (
+        "archsearch: HYDRAHEAD_GDN_BACKEND: 'tritn' is not allowed; allowed: auto, triton, flashqla, fla, torch\n"
+    )
+    assert not (tmp_path / "run").exists()

@@ -296,6 +296,21 @@ def test_later_faults_are_blamed_on_overrides_too(
     assert blamed("a.yaml", overrides, message) == place
 
 
+def test_later_faults_name_the_line_of_their_field(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("schema: 1\nname: it\nkernels:\n  # who computes\n  gdn: triton\n")
+    for message, place in (
+        ("kernels.gdn: cannot serve", f"{path}:5"),
+        ("kernels: cannot serve", f"{path}:3"),
+        ("kernels.full: cannot serve", str(path)),
+        ("the run needs memory", str(path)),
+    ):
+        assert blamed(path, [], message) == place
+    assert blamed(path, ["kernels.gdn=fla"], "kernels.gdn: x") == "--set kernels.gdn=fla"
+    path.write_text("schema: [")
+    assert blamed(path, [], "kernels.gdn: cannot serve") == str(path)
+
+
 def test_every_config_in_the_repository_loads() -> None:
     folder = Path(__file__).parents[1] / "search_spaces"
     for path in sorted(folder.glob("*.yaml")):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -49,9 +48,14 @@ class Situation:
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        return f"{self.purpose} {self.place}"
+
+    @property
+    def place(self) -> str:
+        """All but the purpose, in words."""
         mask = ", masked" if self.masked else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.purpose} on {self.device} in {dtype}, head_dim {self.head_dim}{mask}"
+        return f"on {self.device} in {dtype}, head_dim {self.head_dim}{mask}"
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -132,6 +136,12 @@ class Operator:
         backend = self.backend(name)
         return backend.cannot(situation) or backend.leaves(situation)
 
+    def denied(self, name: str, situation: Situation, reason: str) -> str:
+        """What a backend cannot serve for that reason, in words: of one purpose only where another would not be refused."""
+        others = (replace(situation, purpose=purpose) for purpose in (TRAINING, INFERENCE))
+        alike = all(self.refusal(name, other) == reason for other in others)
+        return situation.place if alike else str(situation)
+
     def choose(self, situation: Situation, call: Any = None) -> Backend:
         """The backend for a situation, the same at every call; rivals are timed on `call` where it is given.
 
@@ -149,8 +159,9 @@ class Operator:
             forced = self.backend(self.wish)
             reason = forced.cannot(situation)
             if reason is not None:
+                what = self.denied(forced.name, situation, reason)
                 raise BackendRefusal(
-                    f"{self._asked_by}: {forced.name} was asked for, but cannot serve {situation}: {reason}"
+                    f"{self._asked_by}: {forced.name} was asked for, but cannot serve {what}: {reason}"
                 )
             if forced.leaves(situation) is None:
                 return forced, {"others": f"{self._asked_by} asks for {forced.name}"}
@@ -192,12 +203,18 @@ class Operator:
 
 
 def wish_of_environment(variable: str, allowed: Sequence[str]) -> tuple[str, str]:
-    """The wish that an environment variable holds, and who asked; a name that is not allowed is warned of."""
-    name = os.environ.get(variable, AUTO)
+    """The wish that an environment variable holds, and who asked; a name that is not allowed is warned of, once."""
+    # An empty variable is one that is not set.
+    name = os.environ.get(variable) or AUTO
     if name not in allowed:
-        warnings.warn(f"{variable}={name} is ignored; allowed: {', '.join(allowed)}", stacklevel=2)
+        _warn_of(variable, name, tuple(allowed))
         name = AUTO
     return name, variable
+
+
+@cache
+def _warn_of(variable: str, name: str, allowed: tuple[str, ...]) -> None:
+    logger.warning("%s: %r is ignored; allowed: %s", variable, name, ", ".join(allowed))
 
 
 def race_text(results: dict[str, float | str]) -> str:

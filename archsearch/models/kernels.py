@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,8 +19,10 @@ from ..attention.backends import (
 )
 from ..attention.dispatch import OPERATORS, set_backend
 from ..config import KernelsConfig
-from ..errors import EnvironmentFault
+from ..errors import ConfigError, EnvironmentFault, FieldFault
 
+VARIABLES = r"HYDRAHEAD_\w+_BACKEND"
+"""What environment variables that ask for backends are called."""
 TRAINING_DTYPE = {"cpu": None, "cuda": torch.bfloat16}
 """What heads compute in while they are trained (training.loop.mixed_precision); None is the teacher's own."""
 
@@ -27,6 +31,21 @@ def use_kernels(config: KernelsConfig) -> None:
     """Makes the section hold in this process."""
     for name in OPERATORS:
         set_backend(name, getattr(config, name), f"kernels.{name}")
+
+
+def check_environment() -> None:
+    """Raises ConfigError where a variable of the environment asks for a backend that there is not.
+
+    An exported model, which may be part of something else, warns of it; a command has nobody else to serve.
+    """
+    known = {operator.variable: operator.allowed for operator in OPERATORS.values()}
+    for variable, allowed in known.items():
+        name = os.environ.get(variable) or AUTO
+        if name not in allowed:
+            raise ConfigError(f"{variable}: {name!r} is not allowed; allowed: {', '.join(allowed)}")
+    for variable in sorted(set(os.environ) - set(known)):
+        if re.fullmatch(VARIABLES, variable):
+            raise ConfigError(f"{variable}: no such variable; allowed: {', '.join(known)}")
 
 
 @contextmanager
@@ -41,7 +60,8 @@ def kernel_faults() -> Iterator[None]:
 def check_kernels(
     config: KernelsConfig, device: torch.device, dtype: str, head_dim: int, *, trains: bool
 ) -> None:
-    """Raises EnvironmentFault where a backend that the section, or else the environment, asks for can't serve a run.
+    """Raises EnvironmentFault where a backend that the section, or else the environment, asks for can't serve a run: FieldFault
+    where it was the section.
 
     It must serve the teacher's own dtype: to leave all of a run to others is no way to be asked for.
     """
@@ -58,7 +78,8 @@ def check_kernels(
             if reason is not None:
                 names = (backend.name for backend in operator.backends)
                 able = [n for n in names if operator.refusal(n, situation) is None]
-                raise EnvironmentFault(
-                    f"{asked_by}: {wish} cannot serve {situation}: {reason}; allowed here: "
-                    f"{', '.join([AUTO, *able])}"
+                fault = FieldFault if getattr(config, name) != AUTO else EnvironmentFault
+                raise fault(
+                    f"{asked_by}: {wish} cannot serve {operator.denied(wish, situation, reason)}: {reason}; "
+                    f"allowed here: {', '.join([AUTO, *able])}"
                 )

@@ -101,7 +101,7 @@ def test_a_wish_is_obeyed_or_refused_with_its_reason() -> None:
     operator.force("quick", "kernels.fake")
     assert operator.choose(ON_GPU).name == "quick"
     assert operator.choose(replace(ON_GPU, purpose=STEP)).name == "other", "quick leaves them"
-    message = "kernels.fake: quick was asked for, but cannot serve inference on cpu in float32.*needs a CUDA"
+    message = "kernels.fake: quick was asked for, but cannot serve on cpu in float32.*needs a CUDA"
     with pytest.raises(RuntimeError, match=message):
         operator.choose(ON_CPU)
     operator.force("auto", "kernels.fake")
@@ -122,15 +122,48 @@ def test_the_environment_is_asked_where_nothing_else_is(monkeypatch: pytest.Monk
         operator.choose(ON_CPU)
 
 
-def test_an_unknown_backend_in_the_environment_is_said_to_be_ignored(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["cuda", " torch ", "TORCH"])
+def test_an_unknown_backend_in_the_environment_is_said_once_to_be_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    monkeypatch.setenv("HYDRAHEAD_GDN_BACKEND", "cuda")
-    allowed = OPERATORS["gdn"].allowed
-    with pytest.warns(UserWarning, match="HYDRAHEAD_GDN_BACKEND=cuda is ignored; allowed: auto"):
-        assert wish_of_environment("HYDRAHEAD_GDN_BACKEND", allowed)[0] == "auto"
-    monkeypatch.setenv("HYDRAHEAD_GDN_BACKEND", "fla")
-    assert wish_of_environment("HYDRAHEAD_GDN_BACKEND", allowed)[0] == "fla"
+    variable, allowed = "HYDRAHEAD_GDN_BACKEND", OPERATORS["gdn"].allowed
+    backends._warn_of.cache_clear()
+    monkeypatch.setenv(variable, name)
+    for _ in range(2):
+        assert wish_of_environment(variable, allowed) == ("auto", variable)
+    said = f"{variable}: {name!r} is ignored; allowed: auto, triton, flashqla, fla, torch"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_an_empty_variable_is_not_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    variable, allowed = "HYDRAHEAD_GDN_BACKEND", OPERATORS["gdn"].allowed
+    for name, wish in (("", "auto"), ("fla", "fla")):
+        monkeypatch.setenv(variable, name)
+        assert wish_of_environment(variable, allowed) == (wish, variable)
+    assert not caplog.records
+
+
+def test_what_is_refused_for_one_purpose_alone_is_said_to_be_of_that_purpose() -> None:
+    def no_training(situation: Situation) -> str | None:
+        return "has no backward pass" if situation.purpose == TRAINING else needs_gpu(situation)
+
+    table = (Backend("half", lambda call: call.x, no_training), *fake().backends)
+    operator = Operator("fake", "Fake", "HYDRAHEAD_FAKE_BACKEND", table)
+    train = replace(ON_CPU, purpose=TRAINING)
+    for name, situation, what in (
+        ("quick", train, "on cpu in float32, head_dim 64"),
+        ("quick", ON_CPU, "on cpu in float32, head_dim 64"),
+        ("half", train, "training on cpu in float32, head_dim 64"),
+        ("half", ON_CPU, "inference on cpu in float32, head_dim 64"),
+    ):
+        operator.force(name, "kernels.fake")
+        reason = operator.refusal(name, situation)
+        with pytest.raises(RuntimeError) as caught:
+            operator.choose(situation)
+        asked = f"kernels.fake: {name} was asked for, but cannot serve"
+        assert str(caught.value) == f"{asked} {what}: {reason}"
 
 
 @pytest.fixture

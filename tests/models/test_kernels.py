@@ -11,8 +11,8 @@ import torch
 from archsearch.attention.backends import Situation
 from archsearch.attention.dispatch import OPERATORS, attend, set_backend
 from archsearch.config import KernelsConfig
-from archsearch.errors import EnvironmentFault
-from archsearch.models.kernels import check_kernels, kernel_faults, use_kernels
+from archsearch.errors import ConfigError, EnvironmentFault, FieldFault
+from archsearch.models.kernels import check_environment, check_kernels, kernel_faults, use_kernels
 
 CPU = torch.device("cpu")
 
@@ -36,10 +36,10 @@ def test_the_section_holds_until_the_next_one() -> None:
 def test_what_this_machine_cannot_run_is_named_with_what_it_can(trains: bool) -> None:
     check_kernels(KernelsConfig(), CPU, "float32", 64, trains=trains)
     check_kernels(KernelsConfig(gdn="torch", full="sdpa"), CPU, "bfloat16", 64, trains=trains)
-    with pytest.raises(EnvironmentFault) as caught:
+    with pytest.raises(FieldFault) as caught:
         check_kernels(KernelsConfig(full="cudnn"), CPU, "float32", 64, trains=trains)
     assert str(caught.value) == (
-        "kernels.full: cudnn cannot serve inference on cpu in float32, head_dim 64: needs a CUDA device; "
+        "kernels.full: cudnn cannot serve on cpu in float32, head_dim 64: needs a CUDA device; "
         "allowed here: auto, sdpa, torch"
     )
 
@@ -81,7 +81,7 @@ def test_a_refusal_in_the_midst_of_work_is_a_fault_of_one_line() -> None:
     with pytest.raises(EnvironmentFault) as caught, kernel_faults():
         attend(x, x, x)
     assert str(caught.value) == (
-        "kernels.full: flash_attn was asked for, but cannot serve inference on cpu in float32, head_dim 16: "
+        "kernels.full: flash_attn was asked for, but cannot serve on cpu in float32, head_dim 16: "
         "needs a CUDA device"
     )
 
@@ -94,8 +94,30 @@ def test_a_wish_of_the_environment_is_checked_where_the_section_has_none(
         with monkeypatch.context() as patch:
             patch.setenv(variable, wish)
             with pytest.raises(
-                EnvironmentFault, match=f"^{variable}: {wish} cannot serve inference"
-            ):
+                EnvironmentFault, match=f"^{variable}: {wish} cannot serve on"
+            ) as caught:
                 check_kernels(KernelsConfig(), CPU, "float32", 64, trains=False)
+            assert not isinstance(caught.value, FieldFault), "no field of the config is to blame"
             torch_alone = KernelsConfig(full="torch", fusion="torch")
             check_kernels(torch_alone, CPU, "float32", 64, trains=True)
+
+
+def test_a_variable_that_asks_for_nobody_is_an_error_of_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("", "auto", "torch"):
+        monkeypatch.setenv("HYDRAHEAD_GDN_BACKEND", name)
+        check_environment()
+    for name in ("tritn", "TORCH", " torch "):
+        monkeypatch.setenv("HYDRAHEAD_GDN_BACKEND", name)
+        with pytest.raises(ConfigError) as caught:
+            check_environment()
+        assert str(caught.value) == (
+            f"HYDRAHEAD_GDN_BACKEND: {name!r} is not allowed; allowed: auto, triton, flashqla, fla, torch"
+        )
+    monkeypatch.delenv("HYDRAHEAD_GDN_BACKEND")
+    monkeypatch.setenv("HYDRAHEAD_GND_BACKEND", "torch")
+    with pytest.raises(
+        ConfigError, match="HYDRAHEAD_GND_BACKEND: no such variable; allowed: HYDRA"
+    ):
+        check_environment()
