@@ -4,8 +4,9 @@
     python -m archsearch.lab.search_bench --ledger bench.jsonl --part 0/2 & python -m archsearch.lab.search_bench --ledger bench.jsonl --part 1/2; wait
     python -m archsearch.lab.search_bench --ledger bench.jsonl --figures runs/lab/search_bench.json
 
-Every contestant runs as a user's search does: driver, SQLite, seeds of the config, which count as trials; only the worker is the
-evaluator. Hypervolumes are shares of the box from no KL at the cost of an all-GDN map to a tenth beyond all-GDN's KL and all-FA's cost.
+Every contestant runs as a user's search does: driver, SQLite and seeds, which count as trials; only the worker is the evaluator.
+Seeds are the config's and the integer program's at the same shares, with --every-selector those of a search of 400 trials, which
+are more than 50. Hypervolumes are shares of the box from no KL at the cost of an all-GDN map to a tenth beyond all-GDN's KL and all-FA's cost.
 The integer program alone has no search: as many of its maps as trials, spread evenly over the budgets. A call goes on from the
 ledger's rows of the same evaluator, config and sources of archsearch.search, and ends with what there is after --seconds.
 """
@@ -84,8 +85,14 @@ class Match:
 class Bench:
     """The evaluator and the config that all contestants share."""
 
-    def __init__(self, evaluator: SearchEvaluator, config: RunConfig) -> None:
+    def __init__(
+        self, evaluator: SearchEvaluator, config: RunConfig, *, every_selector: bool = False
+    ) -> None:
         self.evaluator, self._config = evaluator, config
+        seeds = config.search.seeds
+        methods = tuple(dict.fromkeys((*seeds.methods, PROGRAMS[0])))
+        changes = {"methods": methods, "every_selector": every_selector}
+        self._seeds = seeds.model_copy(update=changes).model_dump(mode="json")
 
     def scale(self, setting: str) -> Scale:
         """The box of a setting, by the two uniform maps."""
@@ -105,7 +112,7 @@ class Bench:
         data["cost"] = self.evaluator.cost.model_dump()
         data["execution"] = {"executor": "serial"}
         data["search"] = {
-            "seeds": data["search"]["seeds"],
+            "seeds": self._seeds,
             "objectives": [o.model_dump() for o in objectives_of(match.setting)],
             "trials": match.trials,
             "random_control": False,
@@ -182,7 +189,7 @@ def objectives_of(setting: str) -> tuple[ObjectiveConfig, ...]:
 
 
 def list_matches(
-    settings: Sequence[str], contestants: Sequence[str], trials: int, fixed: Mapping[str, str]
+    settings: Sequence[str], contestants: Sequence[str], trials: int, fixed: Mapping[str, Any]
 ) -> list[Match]:
     """All matches, a first one of everybody before a second one of anybody."""
     found = []
@@ -245,17 +252,20 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=CONFIG, help="whose seeds are taken")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--every-selector", action="store_true", help="as a seed")
     parser.add_argument("--trials", type=int, default=CHECKPOINTS[-1], help="at most, of a search")
     parser.add_argument("--part", type=part_of, default=(0, 1), metavar="i/n")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--ledger", type=Path, required=True)
     parser.add_argument("--figures", type=Path)
     args = parser.parse_args()
-    bench = Bench(SearchEvaluator.load(args.evaluator), load_config(args.config))
-    fixed = {
+    evaluator, config = SearchEvaluator.load(args.evaluator), load_config(args.config)
+    bench = Bench(evaluator, config, every_selector=args.every_selector)
+    fixed: dict[str, Any] = {
         "evaluator": digest_of(args.evaluator.read_bytes()),
         "config": digest_of(args.config.read_bytes()),
         "sources": sources_digest(),
+        "every_selector": args.every_selector,
     }
     matches = list_matches(args.settings, args.contestants, args.trials, fixed)
     ledger = Ledger(args.ledger)

@@ -87,6 +87,7 @@ class Standing:
                         SHARE,
                         deviation=round(statistics.stdev(values), 5) if len(values) > 1 else None,
                         by_seed=[round(value, 5) for value in values],
+                        seeds=rows[0].values["seeds"],
                         **facts,
                     )
             seconds = [row.values["seconds"] / max(map(int, row.values["volumes"])) for row in rows]
