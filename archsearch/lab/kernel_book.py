@@ -29,6 +29,10 @@ class Figures:
             self._kept = [row for row in rows if row.get("section") not in replaced]
         self._facts = {"triton": _triton(), "cudnn": torch.backends.cudnn.version()}
 
+    def beside(self, name: str) -> Path:
+        """A file next to that of the figures."""
+        return self._path.with_name(f"{self._path.stem}.{name}")
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of this run."""

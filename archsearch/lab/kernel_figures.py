@@ -7,6 +7,9 @@ prepare_fla (goes with fla: fla-core's kernels compiled in processes of their ow
 empty process and empty caches), accuracy, core and layer (our times), head_maps, long, memory, fla (all of fla-core's times
 and the composition's), flashqla (where its packages are). No time is taken where accuracy failed. Times are those of eager
 calls and of replays of CUDA graphs; ratios are of replays where both sides have them. --dry only says how long it may take.
+
+What processes with empty caches (first_call, flashqla) have noted lies beside the figures, kernels.NAME.journal, from their first
+note until its section is written: a run that is killed meanwhile, and a section that fails, leave it there.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from archsearch_kernels.timing import require_gpu
 
 from .kernel_book import Figures
 from .kernel_core import Inaccurate, check_core, time_core, time_fla
@@ -53,6 +58,14 @@ class Run:
     scratch: Path
     fla_seconds: float
     accurate: bool | None = None
+    journals: list[Path] = field(default_factory=list)
+    """Of processes with empty caches, until the figures that are made of them are written."""
+
+    def write(self) -> None:
+        """Writes the figures, which have what the journals have."""
+        self.figures.write()
+        while self.journals:
+            self.journals.pop().unlink(missing_ok=True)
 
     def require_accuracy(self) -> None:
         """Checks once a run. Raises Inaccurate."""
@@ -65,19 +78,22 @@ class Run:
         if not self.accurate:
             raise Inaccurate("no times, since accuracy failed")
 
-    def fresh(self, module: str, *arguments: str, seconds: float) -> dict[str, Any]:
-        """What a process with empty caches of its own noted before it ended or its time was up."""
+    def fresh(self, name: str, module: str, *arguments: str, seconds: float) -> dict[str, Any]:
+        """What a process with empty caches of its own noted, in the journal of that name, before it ended or its time was up."""
+        journal = self.figures.beside(f"{name}.journal")
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        journal.unlink(missing_ok=True)
+        self.journals.append(journal)
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         caches = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TVM_CACHE_DIR", "CUDA_CACHE_PATH")
         environment = os.environ | {name: str(folder / name) for name in caches}
         environment["HOME"] = str(folder)
-        command = [sys.executable, "-m", module, *arguments, "--to", str(folder / "journal.json")]
+        command = [sys.executable, "-m", module, *arguments, "--to", str(journal.absolute())]
         try:
             subprocess.run(command, env=environment, timeout=seconds, check=False)
             ended = {}
         except subprocess.TimeoutExpired:
             ended = {"stopped_after_s": seconds}
-        journal = folder / "journal.json"
         return (json.loads(journal.read_text()) if journal.exists() else {}) | ended
 
 
@@ -93,8 +109,9 @@ def prepare_fla(run: Run) -> None:
 
 def first_call(run: Run) -> None:
     """An empty process: a layer forward and backward, a second head map, another batch shape; the core alone likewise."""
-    layer = run.fresh("archsearch.lab.kernel_layer", seconds=FIRST_CALL_SECONDS)
-    core = run.fresh("archsearch.lab.kernel_rivals", "ours", seconds=FIRST_CALL_SECONDS)
+    layer = run.fresh("layer", "archsearch.lab.kernel_layer", seconds=FIRST_CALL_SECONDS)
+    module = "archsearch.lab.kernel_rivals"
+    core = run.fresh("ours", module, "ours", seconds=FIRST_CALL_SECONDS)
     if "first_map_s" in layer:
         seconds = layer["first_map_s"] - layer["first_map_begins_s"]
         name = "first call of a layer, forward and backward, empty caches"
@@ -163,7 +180,7 @@ def flashqla(run: Run) -> None:
         run.figures.remark(f"FlashQLA did not run: no {', '.join(missing)}; figures are anchors")
     else:
         module, seconds = "archsearch.lab.kernel_rivals", FLASHQLA_SECONDS
-        journal = run.fresh(module, "flashqla", "--times", seconds=seconds)
+        journal = run.fresh("flashqla", module, "flashqla", "--times", seconds=seconds)
         _second_map(run.figures, "FlashQLA", journal)
     for (direction, batch, tokens), anchor in FLASHQLA_ANCHORS.items():
         measured = journal.get(f"{direction}_ms B{batch} T{tokens}")
@@ -221,19 +238,39 @@ def run_sections(run: Run, names: Sequence[str], section_seconds: float) -> list
             traceback.print_exc()
             run.figures.section = name
             run.figures.remark(f"{type(error).__name__}: {error}"[:600])
+            run.journals.clear()  # Nothing else has what they have: they stay.
             failed.append(name)
         print(f"[{name}] took {time.monotonic() - started:.1f} s", flush=True)
-        run.figures.write()
+        run.write()
     return failed
 
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--figures", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--fla-seconds", type=float, default=150.0)
-    parser.add_argument("--section-seconds", type=float, default=120.0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--figures", type=Path, required=True, metavar="FILE", help="rows of other sections stay"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        metavar="SECTION",
+        help=f"all by default: {', '.join(SECTIONS)}",
+    )
+    parser.add_argument(
+        "--fla-seconds", type=float, default=150.0, metavar="S", help="limit of prepare_fla (150)"
+    )
+    parser.add_argument(
+        "--section-seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="limit of each other section (120); fla has twice that, flashqla and first_call their own",
+    )
     parser.add_argument("--dry", action="store_true", help="only say how long it may take")
     parser.add_argument("--commit", help="of the source tree, where git cannot tell")
     options = parser.parse_args()
@@ -244,6 +281,7 @@ def main() -> None:
     print(f"at most {sum(most.values()):.0f} s: {told}", flush=True)
     if options.dry:
         return
+    require_gpu(parser)
     # fla-core must choose its variants here, with nothing beside it, and not read what its compiling processes chose.
     os.environ["FLA_CACHE_RESULTS"] = "0"
     with tempfile.TemporaryDirectory() as scratch:

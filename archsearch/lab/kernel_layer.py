@@ -21,6 +21,7 @@ from torch import Tensor
 
 from archsearch_kernels.mixed import composition, reference
 from archsearch_kernels.mixed.bench import FULL, SHAPES, draw_layer, gradients, plan_of
+from archsearch_kernels.timing import require_gpu
 
 from .kernel_book import Figures
 from .kernel_core import Inaccurate, too_large
@@ -182,9 +183,13 @@ def first_calls(journal: Journal) -> None:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, required=True)
-    first_calls(Journal(parser.parse_args().to))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the journal")
+    options = parser.parse_args()
+    require_gpu(parser)
+    first_calls(Journal(options.to))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 from archsearch_kernels.mixed import composition
 from archsearch_kernels.mixed.bench import FULL, SHAPES, draw_layer, gradients, plan_of
+from archsearch_kernels.timing import require_gpu
 
 from .kernel_layer import RATIOS
 from .kernel_rivals import RIVALS, draw_core
@@ -157,11 +158,16 @@ def _end_of(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=int, required=True)
-    parser.add_argument("--of", type=int, required=True)
-    parser.add_argument("--to", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--share", type=int, required=True, metavar="K", help="from 0 to N - 1")
+    parser.add_argument("--of", type=int, required=True, metavar="N", help="processes in all")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="FILE", help="what was compiled, as JSON"
+    )
     options = parser.parse_args()
+    require_gpu(parser)
     share = compile_share(options.share, options.of)
     options.to.write_text(json.dumps(share.facts()) + "\n")
 

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from archsearch_kernels.timing import require_gpu
+
 from .kernel_timing import median_ms
 
 NUM_HEADS, NUM_KV_HEADS, DIM = 16, 8, 128
@@ -180,7 +182,10 @@ class Journal:
     def note(self, name: str, value: Any = None) -> None:
         """Writes a fact; without a value, the seconds since the process began."""
         self.facts[name] = round(time.time() - self._started, 3) if value is None else value
-        self._path.write_text(json.dumps(self.facts) + "\n")
+        # Whenever this process is killed, the file is whole.
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fresh.write_text(json.dumps(self.facts) + "\n")
+        fresh.replace(self._path)
 
 
 def fresh_process(name: str, journal: Journal, *, times: bool) -> None:
@@ -206,11 +211,14 @@ def fresh_process(name: str, journal: Journal, *, times: bool) -> None:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=RIVALS)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--times", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=RIVALS, help="who computes")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the journal")
+    parser.add_argument("--times", action="store_true", help="also medians of both passes")
     options = parser.parse_args()
+    require_gpu(parser)
     journal = Journal(options.to)
     try:
         fresh_process(options.name, journal, times=options.times)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -99,7 +102,7 @@ def test_gradients_by_name_and_in_fp64() -> None:
 def test_sections_are_written_one_by_one_and_fail_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    seen, kept = [], run.scratch / "three.journal"
 
     def one(run: Run) -> None:
         run.figures.add("speed", 2.0, "ms", batch=1, tokens=8)
@@ -110,6 +113,8 @@ def test_sections_are_written_one_by_one_and_fail_alone(
 
     def three(run: Run) -> None:
         seen.append(rows(run))
+        kept.write_text("{}")
+        run.journals.append(kept)
         raise ValueError("broken")
 
     monkeypatch.setattr(kernel_figures, "SECTIONS", {"one": one, "two": two, "three": three})
@@ -119,6 +124,7 @@ def test_sections_are_written_one_by_one_and_fail_alone(
     found = rows(run)
     assert "stopped after" in found[1]["text"]
     assert found[2]["text"] == "ValueError: broken"
+    assert kept.exists()
     assert found[0].items() >= {"value": 2.0, "unit": "ms", "batch": 1, "section": "one"}.items()
     assert {"commit", "machine", "versions", "triton", "cudnn"} <= set(found[0])
 
@@ -171,11 +177,93 @@ def test_a_fresh_process_has_its_own_caches_and_may_be_stopped(
 ) -> None:
     def execute(command: list[str], *, env: dict[str, str], timeout: float, check: bool) -> None:
         assert Path(env["TRITON_CACHE_DIR"]).parent.parent == run.scratch
+        assert not journal.exists(), "of an earlier run"
         Path(command[-1]).write_text(json.dumps({"first_map_s": 3.0}))
         raise subprocess.TimeoutExpired(command, timeout)
 
+    journal = run.scratch / "kernels.core.journal"
+    journal.write_text("{}")
     monkeypatch.setattr(subprocess, "run", execute)
-    assert run.fresh("module", "ours", seconds=4) == {"first_map_s": 3.0, "stopped_after_s": 4}
+    found = run.fresh("core", "module", "ours", seconds=4)
+    assert found == {"first_map_s": 3.0, "stopped_after_s": 4}
+    assert json.loads(journal.read_text()) == {"first_map_s": 3.0}, "until the figures are written"
+    run.write()
+    assert not journal.exists()
+
+
+NOTES = """
+import sys, time
+from pathlib import Path
+from archsearch.lab.kernel_rivals import Journal
+journal = Journal(Path(sys.argv[-1]))
+journal.note("first_map_s")
+journal.note("forward_ms B1 T32768", 0.4)
+time.sleep(600)
+"""
+KILLED = """
+import sys, threading
+from pathlib import Path
+from archsearch.lab.kernel_book import Figures
+from archsearch.lab.kernel_figures import Run
+place = Path(sys.argv[1])
+Run(Figures(place / "kernels.json", []), place, 1.0).fresh("flashqla", "notes", seconds=600)
+"""
+
+
+def test_a_run_that_is_killed_leaves_what_its_process_noted(tmp_path: Path) -> None:
+    (tmp_path / "notes.py").write_text(NOTES)
+    path = os.pathsep.join([str(tmp_path), *(os.path.abspath(entry) for entry in sys.path)])
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    whole = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": path}, start_new_session=True, cwd=tmp_path
+    )
+    journal, end = tmp_path / "kernels.flashqla.journal", time.monotonic() + 120
+    try:
+        while time.monotonic() < end and "forward_ms" not in (
+            journal.read_text() if journal.exists() else ""
+        ):
+            time.sleep(0.2)
+    finally:
+        os.killpg(whole.pid, signal.SIGKILL)
+        whole.wait()
+    assert set(json.loads(journal.read_text())) == {"first_map_s", "forward_ms B1 T32768"}
+    assert not (tmp_path / "kernels.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("archsearch.lab.kernel_figures", ["--figures", "F", "--only", "layer"]),
+        ("archsearch.lab.kernel_layer", ["--to", "F"]),
+        ("archsearch.lab.kernel_rivals", ["ours", "--to", "F"]),
+        ("archsearch.lab.kernel_prepare", ["--share", "0", "--of", "2", "--to", "F"]),
+        ("archsearch_kernels.gdn.bench", ["--to", "F"]),
+        ("archsearch_kernels.prologue.bench", ["--to", "F", "--sweep"]),
+        ("archsearch_kernels.fusion.bench", ["--to", "F"]),
+        ("archsearch_kernels.mixed.bench", ["--ratio", "3:1"]),
+    ],
+)
+def test_without_a_gpu_what_takes_times_says_so_in_a_line(
+    module: str,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if module.endswith("bench"):
+        pytest.importorskip("triton")
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module(module).main
+    for given, status in ((options, 3), (["--help"], 0), (["--nothing"], 2)):
+        monkeypatch.setattr("sys.argv", ["bench", *given])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == status
+        said = capsys.readouterr()
+        if status == 3:
+            assert said.err == "bench: needs a CUDA device\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_section_s_limit_and_the_whole_run_s(

@@ -6,11 +6,9 @@ attention and pass as they are; the others are linear, with norm, gamma, bias an
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.nn import functional as F
 from archsearch_kernels.fusion import kernel, reference
 from archsearch_kernels.fusion.heads import FusionPlan, Head, plan_fusion
 from archsearch_kernels.prologue.bench import errors_of, measure, passes_of, sweep
+from archsearch_kernels.timing import read_options
 
 SHAPES = ((1, 32768), (8, 4096))
 """B and T; D 128, bf16."""
@@ -112,10 +111,8 @@ def first_call_s() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--sweep", action="store_true")
-    options = parser.parse_args()
+    """Writes the times, or none where a result is wrong."""
+    options = read_options(__doc__)
     plan = plan_of(FULL)
     places = [h.place if h.in_full else plan.num_full + h.place for h in plan.heads]
     order = torch.tensor(places, device="cuda")

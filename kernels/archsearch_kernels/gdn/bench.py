@@ -7,13 +7,11 @@ segment is forgotten before its end, and the second pass is whole). Times a kern
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from archsearch_kernels.gdn import kernel, reference
-from archsearch_kernels.timing import kernel_ms, median_ms
+from archsearch_kernels.timing import kernel_ms, median_ms, read_options
 
 SHAPES = ((1, 32768), (8, 4096))
 """B and T; 16 query heads over 8 KV heads, 14 of the query heads run, D 128, bf16."""
@@ -172,10 +170,8 @@ def first_calls() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--sweep", action="store_true")
-    options = parser.parse_args()
+    """Writes the times, or none where a result is wrong."""
+    options = read_options(__doc__)
     deadline = time.monotonic() + FLA_SECONDS
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),

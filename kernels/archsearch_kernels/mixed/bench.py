@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D head_dim; 16 query heads over 8 KV heads.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from archsearch_kernels.mixed.heads import MixedPlan, plan_mixed
+from archsearch_kernels.timing import require_gpu
 
 NUM_HEADS, NUM_KV_HEADS, DIM = 16, 8, 128
 SHAPES = ((1, 32768), (8, 4096))
@@ -80,11 +82,20 @@ def gradients(
 
 def main() -> None:
     """Prints milliseconds of forward and of forward with backward, q and k remade or kept, on one stream or two."""
+    parser = argparse.ArgumentParser(description=(main.__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--ratio",
+        action="append",
+        choices=("7:1", "3:1"),
+        help="of GDN heads to full-attention heads; may be given again; both by default",
+    )
+    options = parser.parse_args()
+    require_gpu(parser)
     from triton.testing import do_bench
 
     from archsearch_kernels.mixed.operator import mixed_heads
 
-    for name, (batch, tokens) in product(("7:1", "3:1"), SHAPES):
+    for name, (batch, tokens) in product(options.ratio or ("7:1", "3:1"), SHAPES):
         arguments = draw_layer(batch, tokens, plan_of(FULL[name]))
         for remake, streams in product((True, False), (1, 2)):
             side = torch.cuda.Stream() if streams == 2 else None

@@ -7,12 +7,10 @@ the others are linear, with RoPE; the KV heads that full heads read are written 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn import functional as F
 
 from archsearch_kernels.prologue import kernel, reference
 from archsearch_kernels.prologue.heads import HeadPlan, Part, plan_heads
-from archsearch_kernels.timing import kernel_ms, median_ms
+from archsearch_kernels.timing import kernel_ms, median_ms, read_options
 
 SHAPES = ((1, 32768), (8, 4096))
 """B and T; D 128, bf16."""
@@ -219,10 +217,8 @@ def first_call_s() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--sweep", action="store_true")
-    options = parser.parse_args()
+    """Writes the times, or none where a result is wrong."""
+    options = read_options(__doc__)
     plan = plan_of(FULL)
     ours, theirs = partial(kernel.prologue, plan=plan), partial(compose, plan=plan)
     result: dict[str, Any] = {
