@@ -20,6 +20,7 @@ from .rundir import RunDir
 from .search.records import TrialSpec, trained_path
 from .search.trained import load_trained
 from .search.trial import SUPERNET_FILE, read_branch
+from .stages import check_supernet
 
 
 def export_candidate(
@@ -30,17 +31,15 @@ def export_candidate(
     Returns a line that says what was written. Raises ConfigError where there is no such point, no front yet or the
     directory is not empty, EnvironmentFault where the run has lost the weights that were measured.
     """
-    if fa_share is not None and not 0 <= fa_share <= 1:
-        raise ConfigError(f"--fa-share {fa_share:g}: not allowed; allowed: 0 to 1")
-    if candidate is not None and candidate < 0:
-        raise ConfigError(f"--candidate {candidate}: not allowed; allowed: a number of the report")
+    check_choice(candidate=candidate, fa_share=fa_share)
     check_directory(directory)
     run_dir.require_search("pareto.json")
+    config = run_dir.load_config()
+    check_supernet(run_dir, config)
     pareto = run_dir.read_json("pareto.json")
     point = choose(run_dir, pareto, candidate=candidate, fa_share=fa_share)
     prepare_directory(directory)
     head_map = HeadMap.from_json(point["head_map"])
-    config = run_dir.load_config()
     teacher = load_teacher(config.teacher)
     supernet_file = run_dir / SUPERNET_FILE
     spec = TrialSpec(point["candidate"], point["head_map"], int(pareto["proxy_tokens"]))
@@ -59,6 +58,14 @@ def export_candidate(
         f"{name} {quantity(name, value)}" for name, value in point["metrics"].items()
     )
     return f"{directory}: candidate {point['candidate']} ({point['source']}), {metrics}"
+
+
+def check_choice(*, candidate: int | None = None, fa_share: float | None = None) -> None:
+    """Raises ConfigError for a number or share that no front could have."""
+    if fa_share is not None and not 0 <= fa_share <= 1:
+        raise ConfigError(f"--fa-share {fa_share:g}: not allowed; allowed: 0 to 1")
+    if candidate is not None and candidate < 0:
+        raise ConfigError(f"--candidate {candidate}: not allowed; allowed: a number of the report")
 
 
 def choose(

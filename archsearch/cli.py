@@ -45,6 +45,9 @@ Overrides = Annotated[
 RunDirOption = Annotated[
     Path | None, typer.Option("--run-dir", help="Where the run lives; runs/NAME by default.")
 ]
+Candidate = Annotated[int | None, typer.Option(help="Its number in the report.")]
+Knee = Annotated[bool, typer.Option("--knee", help="The front's knee.")]
+FaShare = Annotated[float | None, typer.Option(help="The front's best map of at most this share.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Shows the traceback of a fault.")]
 
 
@@ -104,11 +107,9 @@ def validate(config: ConfigPath, overrides: Overrides = None, debug: Debug = Fal
 def export(
     run: RunPath,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new or empty folder.")],
-    candidate: Annotated[int | None, typer.Option(help="Its number in the report.")] = None,
-    knee: Annotated[bool, typer.Option("--knee", help="The front's knee.")] = False,
-    fa_share: Annotated[
-        float | None, typer.Option(help="The front's best map of at most this share.")
-    ] = None,
+    candidate: Candidate = None,
+    knee: Knee = False,
+    fa_share: FaShare = None,
     debug: Debug = False,
 ) -> None:
     """Writes one hybrid as a folder that transformers loads by itself."""
@@ -119,6 +120,41 @@ def export(
         from .candidates import export_candidate
 
         typer.echo(export_candidate(RunDir(run), to, candidate=candidate, fa_share=fa_share))
+
+
+@app.command()
+def train(
+    run: RunPath,
+    candidate: Candidate = None,
+    knee: Knee = False,
+    fa_share: FaShare = None,
+    head_map: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Any head map of the run's teacher.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="T", help="8 times the longest proxy by default.")
+    ] = None,
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="RUN/train/... by default.")
+    ] = None,
+    checkpoint_minutes: Annotated[float, typer.Option(min=0, help="Between two of them.")] = 2.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stops after the plan.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Distils one hybrid, tunes it on long context and exports it; the same command again resumes."""
+    with faults(debug, resumes=True):
+        from .train_plan import Choice, plan_training
+        from .train_run import run_training
+
+        _tell_backends(debug)
+        place, printer = RunDir(run), Printer()
+        choice = Choice(candidate, knee, fa_share, head_map)
+        plan = plan_training(place, choice, tokens=tokens, overrides=overrides or [], to=to)
+        for line in plan.lines():
+            printer.line(line)
+        if not dry_run:
+            run_training(place, plan, printer, checkpoint_minutes=checkpoint_minutes)
 
 
 @app.command()

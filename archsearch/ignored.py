@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import get_args
 
-from .config import FullConfig, ProbeConfig, RetrievalKind, RunConfig, ScoreMethod, Section
+from .config import (
+    FinalConfig,
+    FullConfig,
+    ProbeConfig,
+    RetrievalKind,
+    RunConfig,
+    ScoreMethod,
+    Section,
+)
 from .data.documents import marks_documents
 from .footprint import TRAIN
 from .models.teacher import pick_device
@@ -31,8 +39,10 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
     named: list[str] = []
     for paths, holds, reason in [
         *_scoring_rows(config, methods),
+        *_search_rows(config),
         *_text_rows(config),
         *_training_rows(config),
+        (("long_context",), True, "archsearch train alone reads it"),
     ]:
         for path in paths if holds else ():
             # What lies in a section that is ignored as a whole is not named again.
@@ -40,6 +50,33 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
                 named.append(path)
                 found.append(f"{path} is ignored: {reason}")
     return [*_ignored_sources(config), *found, *_weakened(config)]
+
+
+def ignored_in_training(config: RunConfig, fields: Collection[str]) -> list[str]:
+    """Those of the fields that `archsearch train` was given without effect, a sentence each.
+
+    The config's one proxy has the tokens of distillation.
+    """
+    form, long = config.distill.teacher_logits, config.long_context
+    is_distilled = bool(max(config.search.proxy_tokens))
+    search = config.search.model_copy(update={"proxy_tokens": (1,)})
+    once = "a student that is trained by itself sees each batch once: nothing is kept"
+    names = [name for name in type(long).model_fields if name != "tokens"]
+    rows = [
+        (("distill",), not is_distilled, "--tokens is 0"),
+        (("distill.teacher_logits",), form != "topk", once),
+        (("distill.cache_gib",), True, once),
+        # Heads that a student keeps are as section student says, distilled or not.
+        *_training_rows(config.model_copy(update={"search": search})),
+        (tuple(f"long_context.{n}" for n in names), not long.tokens, "long_context.tokens is 0"),
+    ]
+    found: dict[str, str] = {}
+    for paths, holds, reason in rows:
+        for path in paths if holds else ():
+            for field in fields:
+                if f"{field}.".startswith(f"{path}."):
+                    found.setdefault(field, f"{field} is ignored: {reason}")
+    return [*found.values()]
 
 
 def has_haystacks(probes: ProbeConfig) -> bool:
@@ -58,7 +95,7 @@ def _ignored_sources(config: RunConfig) -> Iterator[str]:
 def _weakened(config: RunConfig) -> Iterator[str]:
     """Sentences on fields that do less than they say."""
     supernet, distill, length = config.supernet, config.distill, config.data.sequence_length
-    distilled = bool(max(config.search.proxy_tokens))
+    distilled = bool(max(config.search.lengths))
     for name, section, is_read in (
         ("supernet", supernet, supernet.source == TRAIN),
         ("distill", distill, distilled),
@@ -103,9 +140,18 @@ def _scoring_rows(config: RunConfig, methods: Collection[ScoreMethod]) -> Iterat
     yield ("scoring.gate_steps",), "duo_gates" not in methods, no_gates
     yield (
         ("search.seeds.random_maps",),
-        not {*DRAWN} & {*seeds.methods},
+        not ({*DRAWN} & {*seeds.methods} or seeds.every_selector),
         "search.seeds.methods has no random",
     )
+
+
+def _search_rows(config: RunConfig) -> Iterator[Row]:
+    search = config.search
+    yield ("search.min_gain",), search.patience is None, "search.patience is not given"
+    one = "search.proxy_tokens has one proxy: nobody goes on"
+    yield ("search.halving",), len(search.proxy_tokens) == 1, one
+    options = tuple(f"search.final.{name}" for name in FinalConfig.model_fields if name != "tokens")
+    yield options, search.final.tokens is None, "search.final.tokens is not given"
 
 
 def _training_rows(config: RunConfig) -> Iterator[Row]:
@@ -119,8 +165,8 @@ def _training_rows(config: RunConfig) -> Iterator[Row]:
     yield ("supernet.init.bias",), unfitted, "supernet.gdn.bias is false"
     yield (
         (*(f"student.full.{name}" for name in FullConfig.model_fields), "distill"),
-        not max(config.search.proxy_tokens),
-        "no candidate is distilled with search.proxy_tokens [0]; archsearch fidelity alone reads it",
+        not max(config.search.lengths),
+        "no candidate is distilled with search.proxy_tokens [0]; archsearch fidelity and train alone read it",
     )
     yield (
         ("student.full.rope_fade", "student.full.rope_fade_tokens"),
@@ -143,7 +189,6 @@ def _training_rows(config: RunConfig) -> Iterator[Row]:
         pick_device(config.teacher.device).type != "cuda",
         "the teacher is on the CPU, which has no launches to save",
     )
-    yield ("long_context",), True, "no command reads it, only scripts of archsearch.lab"
 
 
 def _is_set(section: Section, path: str) -> bool:

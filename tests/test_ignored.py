@@ -43,7 +43,11 @@ OWN = {"retrieval": [], "general": [], "pairs_file": "own.jsonl"}
         ({"scoring": OWN | {"pairs": 9}}, "scoring.pairs is ignored"),
         ({"scoring": OWN | {"max_draws": 9}}, "scoring.max_draws is ignored"),
         (
-            {"search": {"seeds": {"methods": ["causal"], "random_maps": 3}}},
+            {
+                "search": {
+                    "seeds": {"methods": ["causal"], "random_maps": 3, "every_selector": False}
+                }
+            },
             "search.seeds.random_maps is ignored: search.seeds.methods has no random",
         ),
         ({"data": {"overlap": "drop"}}, "data.overlap is ignored: data.train.source is teacher"),
@@ -92,7 +96,10 @@ OWN = {"retrieval": [], "general": [], "pairs_file": "own.jsonl"}
             },
             "distill.packed: text from a.npy does not mark",
         ),
-        ({"long_context": {"tokens": 9}}, "long_context is ignored: no command reads it"),
+        (
+            {"long_context": {"tokens": 9}},
+            "long_context is ignored: archsearch train alone reads it",
+        ),
     ],
 )
 def test_options_without_effect_are_named(sections: dict[str, Any], field: str) -> None:

@@ -1,0 +1,329 @@
+"""What a chosen head map is going to be trained on: whose it is, for how long, with which settings, and what that costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .candidates import check_choice, choose
+from .config import RunConfig
+from .configfile import load_config
+from .data.corpora import Packed
+from .errors import ConfigError
+from .evaluation.harness import check_harness_package
+from .export import check_directory
+from .fidelity_plan import FACTOR, TRAINING_COST
+from .footprint import checkpoint_bytes, teacher_bytes
+from .headmap import HeadMap, ModelShape, Operator
+from .ignored import ignored_in_training
+from .inputs import check_teacher_files
+from .models.kernels import check_kernels
+from .models.teacher import TeacherInfo, inspect_teacher, pick_device
+from .plan import Speed, duration, evaluation_tokens, matmul_rate
+from .rundir import RunDir, differences
+from .search.trial import RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
+from .training.long_rows import long_text
+
+TRAINING_FILE = "training.json"
+FOLDER = "train"
+"""In a run directory: a folder for each training that is given none."""
+SETTABLE = ("distill", "long_context", "student", "probes", "harness", "kernels", "teacher.device")
+"""Sections and fields of the run's config that --set may change: what they say is for the student alone."""
+BY_THE_WAY = ("cache_gib", "checkpointing", "replay", "teacher_logits")
+"""Fields of a training section that its result does not depend on, but for teacher_logits topk."""
+MANY_TOKENS = 10**15
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which head map: a candidate of the front, its knee, its best within a share, or that of a file."""
+
+    candidate: int | None = None
+    knee: bool = False
+    fa_share: float | None = None
+    file: Path | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError unless one thing is chosen that could be there."""
+        given = [x is not None for x in (self.candidate, self.fa_share, self.file)]
+        if sum([*given, self.knee]) != 1:
+            raise ConfigError(
+                "train: give exactly one of --candidate, --knee, --fa-share and --head-map"
+            )
+        check_choice(candidate=self.candidate, fa_share=self.fa_share)
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """A training of a chosen head map. settings are all that its result depends on, as plain JSON data."""
+
+    config: RunConfig
+    """The run's, with what --set changes."""
+    point: dict[str, Any]
+    """The point of the front: candidate, source, metrics; of a file candidate is None."""
+    head_map: HeadMap
+    directory: Path
+    settings: dict[str, Any]
+    makes_text: bool
+    """Whether the run has no training text."""
+    warnings: tuple[str, ...]
+    seconds: float
+    """Estimated, in all."""
+    disk_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Of distillation, in whole batches; none for a map of full attention alone, which is the teacher's."""
+        return 0 if self.head_map.fa_share == 1 else whole_batches(self.config)
+
+    @property
+    def name(self) -> str:
+        """The head map in words."""
+        number = self.point["candidate"]
+        origin = str(self.point["source"]) if number is None else f"candidate {number}"
+        return f"{origin}, {self.head_map.fa_share:.1%} full-attention heads"
+
+    def lines(self) -> list[str]:
+        """The plan as text."""
+        distill, long = self.config.distill, self.config.long_context
+        text = "; training text is made first" if self.makes_text else ""
+        stages = [f"{self.tokens:,} tokens of distillation at {distill.learning_rate:g}"]
+        if long.tokens:
+            stages.append(
+                f"{long.tokens:,} tokens in rows of {long.sequence_length:,} at {long.learning_rate:g}"
+            )
+        return [
+            f"  student   {self.name} -> {self.directory}",
+            f"  training  {', then '.join(stages)}{text}",
+            f"  in all about {duration(self.seconds)}",
+            *(f"  warning: {warning}" for warning in self.warnings),
+        ]
+
+
+def plan_training(
+    run_dir: RunDir,
+    choice: Choice,
+    *,
+    tokens: int | None = None,
+    overrides: Sequence[str] = (),
+    to: Path | None = None,
+) -> TrainPlan:
+    """Checks a run, the options and this machine, and estimates the work. Nothing is written.
+
+    tokens are those of distillation: without a number FACTOR times the run's longest proxy. Raises ConfigError for what does not
+    fit, EnvironmentFault for what the machine lacks.
+    """
+    choice.check()
+    config = read_settings(run_dir, tokens, overrides)
+    (tokens,) = config.search.proxy_tokens
+    run_dir.require_search(SUPERNET_FILE)
+    info = inspect_teacher(config.teacher)
+    point = _point(run_dir, choice, info.shape)
+    head_map = HeadMap.from_json(point["head_map"])
+    _check(config, info, head_map, tokens)
+    makes_text = _lacks_text(run_dir, config)
+    if not makes_text:
+        check_rows(config, run_dir)
+    settings = _settings(run_dir, config, head_map, tokens)
+    directory = to or run_dir / FOLDER / _digest(settings)
+    plan = TrainPlan(
+        config,
+        point,
+        head_map,
+        directory.absolute(),
+        settings,
+        makes_text,
+        tuple(ignored_in_training(config, [_field(override) for override in overrides])),
+        0.0,
+        _disk_bytes(config, info),
+    )
+    check_place(plan)
+    return replace(plan, seconds=_seconds(plan, info))
+
+
+def read_settings(run_dir: RunDir, tokens: int | None, overrides: Sequence[str]) -> RunConfig:
+    """The run's config as a training reads it, its tokens of distillation as the one proxy.
+
+    Raises ConfigError for overrides of other sections, and tokens that are too few.
+    """
+    own = run_dir.load_config()
+    for override in overrides:
+        name = _field(override)
+        if name != "teacher.device" and name.partition(".")[0] not in SETTABLE:
+            raise ConfigError(f"--set {override}: not allowed here; allowed: {', '.join(SETTABLE)}")
+    if tokens is None:
+        tokens = FACTOR * max(own.search.proxy_tokens)
+        if not tokens:
+            raise ConfigError("--tokens: the run has no proxy with tokens to go by; name a number")
+    if tokens < 0:
+        raise ConfigError(f"--tokens {tokens}: allowed: 0 or more")
+    # Whether the tokens suffice is said below, and nothing is asked of what only the search reads.
+    implied = ["search.retention.prompts=0", f"search.proxy_tokens=[{MANY_TOKENS}]"]
+    if own.distill.teacher_logits != "topk":
+        # One form is as good as another where nothing is kept, and this one goes with every other field.
+        implied.append("distill.teacher_logits=exact")
+    config = load_config(run_dir / "config.json", [*implied, *overrides])
+    search = config.search.model_copy(update={"proxy_tokens": (tokens,)})
+    config, full = config.model_copy(update={"search": search}), config.student.full
+    if not full.rope and whole_batches(config) < full.rope_fade_tokens:
+        raise ConfigError(
+            f"--tokens {tokens}: student.full.rope: false takes rope_fade_tokens ({full.rope_fade_tokens}) of "
+            "distillation, in whole batches; allowed: as many or more"
+        )
+    return config
+
+
+def whole_batches(config: RunConfig) -> int:
+    """The tokens of distillation in whole batches, one at least; none where none are asked for."""
+    (tokens,) = config.search.proxy_tokens
+    size = batch_tokens(config.distill.batch_tokens, config.data.sequence_length)
+    return size * max(1, round(tokens / size)) if tokens else 0
+
+
+def batch_tokens(most: int, length: int) -> int:
+    """Tokens of a batch of whole rows, one at least."""
+    return length * max(1, most // length)
+
+
+def _field(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def check_place(plan: TrainPlan) -> None:
+    """Raises ConfigError where the directory holds anything but this training."""
+    directory = plan.directory
+    if (directory / TRAINING_FILE).exists():
+        old = RunDir(directory).read_json(TRAINING_FILE)
+        found = old.get("settings") if isinstance(old, dict) else None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{directory / TRAINING_FILE}: damaged, no settings in it")
+        changes = differences(found, json.loads(json.dumps(plan.settings)))
+        if changes:
+            named = "; ".join(f"{key}: {was!r} -> {now!r}" for key, (was, now) in changes.items())
+            raise ConfigError(
+                f"{directory}: holds a training with other settings ({named}); allowed: another --to, or the same options"
+            )
+    # What a kill may have left of the first file does not count.
+    elif not directory.is_dir() or any(not p.name.startswith(".") for p in directory.iterdir()):
+        check_directory(directory)
+
+
+def _point(run_dir: RunDir, choice: Choice, shape: ModelShape) -> dict[str, Any]:
+    if choice.file is None:
+        run_dir.require_search("pareto.json")
+        pareto = run_dir.read_json("pareto.json")
+        return choose(run_dir, pareto, candidate=choice.candidate, fa_share=choice.fa_share)
+    option = f"--head-map {choice.file}"
+    try:
+        head_map = HeadMap.load(choice.file)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    found, wanted = (_geometry(model) for model in (head_map.model, shape))
+    if found != wanted:
+        raise ConfigError(f"{option}: a map of {found}; the run's teacher has {wanted}")
+    return {
+        "candidate": None,
+        "source": f"head map {choice.file.name}",
+        "head_map": head_map.to_json(),
+        "metrics": {},
+    }
+
+
+def _geometry(shape: ModelShape) -> str:
+    return f"{shape.num_layers} layers of {shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}"
+
+
+def _check(config: RunConfig, info: TeacherInfo, head_map: HeadMap, tokens: int) -> None:
+    """Raises ConfigError or EnvironmentFault for whatever would stop the training later."""
+    long, probes, longest = config.long_context, config.probes, max(config.probes.contexts)
+    if not long.tokens and (not tokens or head_map.fa_share == 1):
+        what = "the map is the teacher's" if tokens else "--tokens is 0"
+        raise ConfigError(
+            f"train: nothing to do: {what} and long_context.tokens is 0; allowed: more of either"
+        )
+    if longest > info.max_context and not probes.beyond_window:
+        raise ConfigError(
+            f"probes.contexts: {longest} is beyond the teacher's {info.max_context} tokens; allowed: 1 to "
+            f"{info.max_context}, or more with probes.beyond_window: true"
+        )
+    if long.tokens and long.loss == "kl" and long.sequence_length > info.max_context:
+        raise ConfigError(
+            f"long_context.loss: kl takes a teacher that reaches {long.sequence_length} tokens, this one has "
+            f"{info.max_context}; allowed: next_token, or shorter rows"
+        )
+    is_packed = (config.distill.packed and tokens) or (long.packed and long.tokens)
+    if is_packed and any(Operator.NHA in row for row in head_map.layers):
+        raise ConfigError("distill.packed, long_context.packed: not with NHA heads; allowed: false")
+    device = pick_device(config.teacher.device)
+    check_harness_package(config.harness)
+    check_teacher_files(config.teacher)
+    dtype, head_dim = config.teacher.dtype, info.shape.head_dim
+    check_kernels(config.kernels, device, dtype, head_dim, trains=True)
+
+
+def check_rows(config: RunConfig, place: RunDir) -> None:
+    """Raises ConfigError where the training text there is too short for a row of section long_context."""
+    long = config.long_context
+    if long.tokens:
+        rows = Packed(np.load(place / TRAIN_FILE, mmap_mode="r"))
+        long_text(rows, long.sequence_length, needed=config.data.niah_share < 1)
+
+
+def _lacks_text(run_dir: RunDir, config: RunConfig) -> bool:
+    names = [TRAIN_FILE, *([RETRIEVAL_FILE] if config.data.niah_share > 0 else [])]
+    return any(not (run_dir / name).exists() for name in names)
+
+
+def _settings(run_dir: RunDir, config: RunConfig, head_map: HeadMap, tokens: int) -> dict[str, Any]:
+    distill, long = config.distill, config.long_context
+    with (run_dir / SUPERNET_FILE).open("rb") as file:
+        supernet = hashlib.file_digest(file, "sha256").hexdigest()
+    by_layer = ("layers", "window", "slots")
+    return {
+        "run": config.name,
+        "seed": config.seed,
+        "teacher": {"source": config.teacher.source, "dtype": config.teacher.dtype},
+        "supernet_sha256": supernet,
+        "head_map": {name: head_map.to_json()[name] for name in by_layer},
+        "tokens": tokens,
+        "niah_share": config.data.niah_share,
+        "distill": distill.model_dump(mode="json", exclude={*BY_THE_WAY})
+        | {"top_k": distill.top_k if distill.teacher_logits == "topk" else None},
+        "full": config.student.full.model_dump(mode="json"),
+        "long_context": long.model_dump(mode="json", exclude={*BY_THE_WAY})
+        if long.tokens
+        else None,
+        "probes": config.probes.model_dump(mode="json"),
+        "harness": config.harness.model_dump(mode="json"),
+    }
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _disk_bytes(config: RunConfig, info: TeacherInfo) -> int:
+    """Both checkpoints, the larger one twice while it is replaced, and the export."""
+    long = config.long_context
+    as_long = config.distill.model_copy(update={"trainable": long.trainable})
+    sizes = [checkpoint_bytes(config, info)]
+    if long.tokens:
+        sizes.append(checkpoint_bytes(config.model_copy(update={"distill": as_long}), info))
+    return sum(sizes) + max(sizes) + 2 * teacher_bytes(config, info)
+
+
+def _seconds(plan: TrainPlan, info: TeacherInfo) -> float:
+    device = pick_device(plan.config.teacher.device)
+    speed, long = Speed.of(info, device.type, matmul_rate(device)), plan.config.long_context
+    stages = 1 + bool(plan.tokens) + bool(long.tokens)
+    tokens = TRAINING_COST * (plan.tokens + long.tokens) + stages * evaluation_tokens(plan.config)
+    return tokens * speed.forward
