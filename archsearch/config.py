@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .metrics import GeneralKind, Metric, MetricName, ProbeKind, RetrievalKind
-from .searchconfig import HalvingConfig
+from .searchconfig import FinalConfig, HalvingConfig
 from .studentconfig import FullConfig, StudentConfig
 from .textconfig import (
     DataConfig,
@@ -38,6 +38,7 @@ from .twinconfig import (
 __all__ = [
     "DataConfig",
     "DistillConfig",
+    "FinalConfig",
     "FullConfig",
     "GdnConfig",
     "GeneralKind",
@@ -268,6 +269,7 @@ class SearchConfig(Section):
     min_gain: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Hypervolume that these must add together, as a share of the box, to count as a gain."""
     seeds: SeedConfig = SeedConfig()
+    final: FinalConfig = FinalConfig()
     retention: RetentionConfig = RetentionConfig()
     random_control: bool = True
     """Also evaluate as many random head maps, to print what the search gains over them."""
@@ -275,12 +277,30 @@ class SearchConfig(Section):
     """Optuna storage URL; SQLite in the run directory where it is not given."""
     max_retries: NonNegative = 1
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of distillation of each rung: the proxies, and the final stage where there is one."""
+        return (
+            self.proxy_tokens
+            if self.final.tokens is None
+            else (*self.proxy_tokens, self.final.tokens)
+        )
+
+    def is_final(self, rung: int) -> bool:
+        """Whether a rung, an index into lengths, is the final stage."""
+        return rung == len(self.proxy_tokens)
+
     @model_validator(mode="after")
     def _consistent(self) -> SearchConfig:
         if len(set(self.operators)) < 2:
             raise ValueError("operators needs at least two different operators")
         if list(self.proxy_tokens) != sorted(set(self.proxy_tokens)):
             raise ValueError("proxy_tokens must ascend without repeats")
+        if self.final.tokens is not None and self.final.tokens <= self.proxy_tokens[-1]:
+            raise ValueError(
+                f"final.tokens: {self.final.tokens} is no more than the last proxy's; allowed: above "
+                f"{self.proxy_tokens[-1]}"
+            )
         if self.halving is not None and self.max_promoted is not None:
             raise ValueError("max_promoted and halving both say who goes on; allowed: one of them")
         bits = self.representation != "ranked"

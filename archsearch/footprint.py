@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .config import RunConfig
 from .evaluation.divergence import LOGIT_BYTES
 from .models.teacher import TeacherInfo
+from .search.final import final_config
 from .search.trial import EVALUATION_TOKENS
 from .training.teacher_logits import FORMS
 
@@ -61,8 +62,9 @@ def footprint(
 def worker_bytes(config: RunConfig, info: TeacherInfo, device: str) -> int:
     """What a trial worker holds: teacher, twins, and a candidate's evaluation or distillation, whichever is more."""
     data, width = config.data, _width(info)
-    extra = (text.sequences or data.heldout_sequences for text in data.extra_heldout)
-    heldout = (data.heldout_sequences + sum(extra)) * data.sequence_length
+    used = [part.data for part in (config, final_config(config)) if part is not None]
+    sequences = sum(count for part in used for _, count in part.heldout_texts)
+    heldout = sequences * data.sequence_length
     # Beside the head in fp32, the reference is the teacher's hidden states and the rows that it expects.
     reference = heldout * info.hidden_size * (4 + _element_bytes(config))
     head = 4 * info.vocab_size * info.hidden_size
@@ -71,7 +73,7 @@ def worker_bytes(config: RunConfig, info: TeacherInfo, device: str) -> int:
     evaluation = forward * width * EVALUATED_BYTES
     evaluation += LOGIT_COPIES * LOGIT_BYTES[device]
     distillation = 0
-    if max(config.search.proxy_tokens):
+    if max(config.search.lengths):
         # fp32 weights, gradients and two moments.
         distillation = 4 * 4 * _twin_parameters(info)
         # With checkpointing the graph is that of one layer, beside every layer's input.
@@ -91,7 +93,7 @@ def answer_bytes(config: RunConfig, info: TeacherInfo) -> int:
         return 0
     form = FORMS[distill.teacher_logits]
     a_token = form.bytes_a_token(info.hidden_size, _element_bytes(config), distill.top_k)
-    return max(config.search.proxy_tokens) * a_token
+    return max(config.search.lengths) * a_token
 
 
 def teacher_bytes(config: RunConfig, info: TeacherInfo) -> int:
@@ -125,8 +127,8 @@ def _disk_bytes(config: RunConfig, info: TeacherInfo, *, searches: bool) -> int:
     checkpoint = 3 * twins if config.supernet.source == TRAIN else 0
     # A distilled candidate is stored in fp16; later rungs take some third of them.
     stored = config.search.trials if config.search.proxy_tokens[0] else config.search.trials // 3
-    distilled = stored * twins // 2 if searches and max(config.search.proxy_tokens) else 0
-    if config.distill.decay_share < 1 and len([n for n in config.search.proxy_tokens if n]) > 1:
+    distilled = stored * twins // 2 if searches and max(config.search.lengths) else 0
+    if config.distill.decay_share < 1 and len([n for n in config.search.lengths if n]) > 1:
         # With the weights from before the rate fell.
         distilled *= 2
     beyond = answer_bytes(config, info) - round(config.distill.cache_gib * GIB)

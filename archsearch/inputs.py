@@ -26,7 +26,7 @@ from .models.teacher import (
     load_tokenizer,
     quiet_transformers,
 )
-from .plan import training_rows
+from .plan import heldout_rows, training_rows
 from .probe_inputs import check_probes, naming
 
 SIZES = (
@@ -83,10 +83,9 @@ def check_inputs(config: RunConfig, info: TeacherInfo) -> None:
     check_vocabulary(tokenizer, info.vocab_size)
     data, length = config.data, config.data.sequence_length
     rows = training_rows(config)
-    uses = [("heldout", data.heldout, data.heldout_sequences, 0)]
-    uses += [
-        (f"extra_heldout[{index}]", text, text.sequences or data.heldout_sequences, 0)
-        for index, text in enumerate(data.extra_heldout)
+    uses = [
+        ("heldout" if index < 0 else f"extra_heldout[{index}]", text, count, 0)
+        for index, (text, count) in enumerate(heldout_rows(config), -1)
     ]
     if rows.text:
         uses.append(("train", data.train, rows.text, rows.skip))

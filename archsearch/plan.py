@@ -19,6 +19,7 @@ from .models.sources import resolve_path
 from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
 from .search.driver import needed_scores
+from .search.final import final_config
 
 STAGES = ("teacher", "data", "supernet", "scores", "search", "report")
 
@@ -102,7 +103,7 @@ def duration(seconds: float) -> str:
 def train_tokens(config: RunConfig) -> int:
     """Distinct training tokens that the run needs: none with a loaded supernet and no distillation."""
     supernet = config.supernet.tokens if config.supernet.source == TRAIN else 0
-    tokens = max(supernet, *config.search.proxy_tokens)
+    tokens = max(supernet, *config.search.lengths)
     most = config.data.max_train_sequences
     return tokens if most is None else min(tokens, most * config.data.sequence_length)
 
@@ -125,11 +126,18 @@ def training_rows(config: RunConfig) -> TrainingRows:
     rows = math.ceil(train_tokens(config) / data.sequence_length)
     # Whoever trains on a share of prompts needs one at least.
     prompts = max(1, round(rows * data.niah_share)) if rows and data.niah_share else 0
-    heldout = [(data.heldout, data.heldout_sequences)]
-    heldout += [(text, text.sequences or data.heldout_sequences) for text in data.extra_heldout]
-    same = [count for text, count in heldout if _corpus(text) == _corpus(data.train)]
+    same = [count for text, count in heldout_rows(config) if _corpus(text) == _corpus(data.train)]
     skip = max(same, default=0) if data.train.source != "teacher" else 0
     return TrainingRows(max(1, rows - prompts) if rows else 0, prompts, skip)
+
+
+def heldout_rows(config: RunConfig) -> list[tuple[TextConfig, int]]:
+    """The held-out texts and how many sequences of each are read, those of the final stage included."""
+    found, final = config.data.heldout_texts, final_config(config)
+    if final is None:
+        return found
+    more = final.data.heldout_texts
+    return [(text, count + own) for (text, count), (_, own) in zip(found, more, strict=True)]
 
 
 def texts(data: DataConfig) -> dict[str, TextConfig]:
@@ -162,11 +170,8 @@ def evaluation_tokens(config: RunConfig) -> int:
     haystacks = len(probes.kinds) - general + len(probes.unseen)
     prompts = probes.prompts * (haystacks * sum(probes.contexts) + general * GENERAL_TOKENS)
     prompts += sum(_file_tokens(file.path) for file in probes.files)
-    heldout = [
-        data.heldout_sequences,
-        *(t.sequences or data.heldout_sequences for t in data.extra_heldout),
-    ]
-    return sum(heldout) * data.sequence_length + prompts
+    heldout = sum(count for _, count in data.heldout_texts)
+    return heldout * data.sequence_length + prompts
 
 
 def _file_tokens(source: str) -> int:
@@ -269,8 +274,8 @@ def _data(config: RunConfig, speed: Speed) -> tuple[str, float]:
     length = config.data.sequence_length
     data = config.data
     parts = [("train", data.train, training_rows(config).text)]
-    parts.append(("held-out", data.heldout, data.heldout_sequences))
-    parts += [(t.label, t, t.sequences or data.heldout_sequences) for t in data.extra_heldout]
+    names = ["held-out", *(text.label for text in data.extra_heldout)]
+    parts += [(name, *part) for name, part in zip(names, heldout_rows(config), strict=True)]
     for name, text, sequences in parts:
         if not sequences:
             continue
@@ -341,6 +346,9 @@ def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, fl
     counts = [candidates]
     while len(counts) < len(each):
         counts.append(promoted_candidates(config, counts[-1]))
+    if (final := final_config(config)) is not None:
+        each.append(speed.forward * (evaluation_tokens(final) + 4 * search.lengths[-1]))
+        counts.append(min(counts[-1], (2 + search.random_control) * search.final.max_points))
     control = f" and {search.trials} random" if search.random_control else ""
     proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
     tasks = f", lm-eval's {', '.join(config.harness.tasks)} not counted" * bool(

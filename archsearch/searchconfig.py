@@ -21,3 +21,22 @@ class HalvingConfig(Section):
     """Candidates of each band that go on whatever their rank, its best ones; they count among those of keep, which they may exceed."""
     seeds: bool = True
     """The front of the seeds goes on too, so that the search is compared with them at their best."""
+
+
+class FinalConfig(Section):
+    """After the last proxy: the best points are trained further and measured on text and prompts that no trial saw.
+
+    pareto.json then holds them alone, each metric with its confidence interval.
+    """
+
+    tokens: Positive | None = None
+    """Distillation tokens in all, more than the last proxy's; without them there is no such stage."""
+    max_points: Positive = 8
+    """Most points of the front, and of the seeds' and the random control's, those that add most hypervolume."""
+    sequences: Positive | None = None
+    """Held-out sequences of each text, those behind the ones of trials; as many as these where not given."""
+    prompts: Positive | None = None
+    """Prompts of each kind and context, drawn anew; as many as probes.prompts where not given. Those of files are the same."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Of the intervals, which come from drawing sequences and prompts anew (bootstrap)."""
+    resamples: Annotated[int, Field(ge=10)] = 1000

@@ -72,6 +72,12 @@ class DataConfig(Section):
     niah_text_share: Share = 0.0
     """Share of those prompts that hide their needles in the training text; the others hide them in generated sentences."""
 
+    @property
+    def heldout_texts(self) -> list[tuple[TextConfig, int]]:
+        """The held-out texts and how many sequences of each a trial reads, heldout first."""
+        extra = [(text, text.sequences or self.heldout_sequences) for text in self.extra_heldout]
+        return [(self.heldout, self.heldout_sequences), *extra]
+
     @model_validator(mode="after")
     def _labelled(self) -> DataConfig:
         labels = [text.label for text in self.extra_heldout]

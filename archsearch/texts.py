@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from .plan import TrainingRows, text_origin, training_rows
 from .probe_inputs import naming
 from .progress import Progress
 from .rundir import RunDir
+from .search.final import final_config, final_file
 from .search.trial import (
     HELDOUT_FILE,
     RETRIEVAL_FILE,
@@ -90,15 +91,8 @@ def write_heldout(
     progress: Progress,
 ) -> dict[str, NDArray[Any]]:
     """The held-out tokens by the config's field; those that have no file yet are made and written first."""
-    data = config.data
-    parts: dict[str, tuple[TextConfig, int, str, str]] = {
-        "data.heldout": (data.heldout, data.heldout_sequences, HELDOUT_FILE, "heldout")
-    }
-    for index, extra in enumerate(data.extra_heldout):
-        count, purpose = extra.sequences or data.heldout_sequences, f"heldout/{extra.label}"
-        parts[f"data.extra_heldout[{index}]"] = (extra, count, heldout_file(extra.label), purpose)
     found: dict[str, NDArray[Any]] = {}
-    for field, (text, count, file, purpose) in parts.items():
+    for field, text, count, skip, file, purpose in _heldout_parts(config):
         if not (run_dir / file).exists():
             with naming(_origin_field(field, text)):
                 packed = load_text(
@@ -106,13 +100,34 @@ def write_heldout(
                     teacher.tokenizer,
                     teacher,
                     sequences=count,
-                    length=data.sequence_length,
+                    length=config.data.sequence_length,
                     seed=seed(purpose),
+                    skip=skip,
                     progress=progress,
                 )
             _write_array(run_dir, file, packed.rows)
         found[field] = np.load(run_dir / file)
     return found
+
+
+def _heldout_parts(config: RunConfig) -> Iterator[tuple[str, TextConfig, int, int, str, str]]:
+    """Field, text, sequences, sequences to pass over, file and purpose of the seed; the final stage's are behind those of trials."""
+    final = final_config(config)
+    names = [("data.heldout", HELDOUT_FILE, "heldout")]
+    names += [
+        (f"data.extra_heldout[{index}]", heldout_file(extra.label), f"heldout/{extra.label}")
+        for index, extra in enumerate(config.data.extra_heldout)
+    ]
+    counts = config.data.heldout_texts
+    for (field, file, purpose), (text, count) in zip(names, counts, strict=True):
+        yield field, text, count, 0, file, purpose
+    if final is None:
+        return
+    more = final.data.heldout_texts
+    for (field, file, purpose), (text, count), (_, own) in zip(names, counts, more, strict=True):
+        # Text that is drawn has no order in which it could be passed over.
+        skip = 0 if text.source == "teacher" else count
+        yield f"{field} of search.final", text, own, skip, final_file(file), f"final/{purpose}"
 
 
 def _training_text(
@@ -131,7 +146,7 @@ def _training_text(
             teacher.tokenizer,
             teacher,
             sequences=rows.text,
-            length=data.sequence_length,
+            length=config.data.sequence_length,
             seed=seed("train"),
             skip=rows.skip,
             progress=progress,

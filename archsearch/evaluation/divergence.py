@@ -9,6 +9,7 @@ Legend: N sequences, T tokens, M positions, C hidden size, V vocabulary, K stude
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,20 +80,41 @@ def divergence(student: HydraHeadForCausalLM, reference: TeacherReference) -> di
     The student runs in evaluation mode and lives on the reference's device. A student whose hidden
     states are NaN gives a NaN `kl`.
     """
+    kl_sum, agreements, positions = 0.0, 0, 0
+    for kl_NT, agrees_NT in _divergences(student, reference):
+        kl_sum += float(kl_NT.sum(dtype=torch.float64))
+        agreements += int(agrees_NT.sum())
+        positions += kl_NT.numel()
+    return {"kl": kl_sum / positions, "top1_agreement": agreements / positions}
+
+
+def divergence_by_sequence(
+    student: HydraHeadForCausalLM, reference: TeacherReference
+) -> dict[str, Tensor]:
+    """The same of each sequence by itself, [N] in fp64."""
+    kl, agreement = [], []
+    for kl_NT, agrees_NT in _divergences(student, reference):
+        kl.append(kl_NT.double().mean(1).cpu())
+        agreement.append(agrees_NT.double().mean(1).cpu())
+    return {"kl": torch.cat(kl), "top1_agreement": torch.cat(agreement)}
+
+
+def _divergences(
+    student: HydraHeadForCausalLM, reference: TeacherReference
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """KL in nats and whether the most likely tokens agree, [N, T] a batch."""
     was_training = student.training
     student.train(False)
-    kl_sum, agreements, start = 0.0, 0, 0
+    start = 0
     with torch.inference_mode():
         weight_VC = head_weight(student)
         target = reference.target(weight_VC)
         for ids in reference.batches:
             part = target.part(start, start + ids.numel())
             kl_1M, top1_1M = divergence_at(part, weight_VC, final_hidden(student, ids).unsqueeze(0))
-            kl_sum += float(kl_1M.sum(dtype=torch.float64))
-            agreements += int((top1_1M == part.top1_M).sum())
+            yield kl_1M.view(ids.shape), (top1_1M == part.top1_M).view(ids.shape)
             start += ids.numel()
     student.train(was_training)
-    return {"kl": kl_sum / start, "top1_agreement": agreements / start}
 
 
 def final_hidden(

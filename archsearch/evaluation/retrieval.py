@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
@@ -21,18 +20,12 @@ from ..errors import ConfigError
 from ..metrics import FIGURES, metric_name
 
 
-@dataclass
-class Tally:
-    """Sums over the probes of one kind."""
+class Answer(NamedTuple):
+    """What a model says to a probe: nats of all answer tokens, their number, and whether greedy decoding gives them."""
 
-    nll: float = 0.0
-    tokens: int = 0
-    matches: int = 0
-    probes: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Mean NLL of an answer token, and share of probes that match."""
-        return {"nll": self.nll / self.tokens, "match": self.matches / self.probes}
+    nll: float
+    tokens: int
+    match: bool
 
 
 def retrieval(
@@ -47,29 +40,51 @@ def retrieval(
     forward, padding included; a single longer probe still runs alone. The model runs in evaluation mode. Raises
     ConfigError as check_names does.
     """
+    return summarize(answers(model, probes, batch_tokens=batch_tokens))
+
+
+def answers(
+    model: HydraHeadForCausalLM, probes: Sequence[Probe], *, batch_tokens: int = 4096
+) -> dict[Place, list[Answer]]:
+    """What the model says to each probe, at every place where that counts."""
     was_training = model.training
     model.train(False)
     places = _places(probes)
-    tallies: dict[Place, Tally] = {}
+    found: dict[Place, list[Answer]] = defaultdict(list)
     with torch.inference_mode():
         for batch in batches(probes, batch_tokens):
             nll_BA, right_BA, real_BA = answer_scores(model, batch)
             for index, probe in enumerate(batch):
+                answer = Answer(
+                    float(nll_BA[index].sum(dtype=torch.float64)),
+                    int(real_BA[index].sum()),
+                    bool(right_BA[index].all()),
+                )
                 for place in places(probe):
-                    tally = tallies.setdefault(place, Tally())
-                    tally.nll += float(nll_BA[index].sum(dtype=torch.float64))
-                    tally.tokens += int(real_BA[index].sum())
-                    tally.matches += int(right_BA[index].all())
-                    tally.probes += 1
+                    found[place].append(answer)
     model.train(was_training)
-    return _named({place: tallies[place].metrics() for place in sorted(tallies)})
+    return found
+
+
+def summarize(found: Mapping[Place, Sequence[Answer]]) -> dict[str, float]:
+    """The metrics of answers by their names."""
+    return name_figures({place: _figures(found[place]) for place in sorted(found)})
+
+
+def _figures(found: Sequence[Answer]) -> dict[str, float]:
+    """Mean NLL of an answer token, and share of probes that match."""
+    tokens = sum(answer.tokens for answer in found)
+    return {
+        "nll": sum(answer.nll for answer in found) / tokens,
+        "match": sum(answer.match for answer in found) / len(found),
+    }
 
 
 def check_names(probes: Sequence[Probe]) -> None:
     """Raises ConfigError where two kinds or groups of the probes would give metrics of one name."""
     places = _places(probes)
     found = dict.fromkeys(place for probe in probes for place in places(probe))
-    _named(dict.fromkeys(found, dict.fromkeys(FIGURES, 0.0)))
+    name_figures(dict.fromkeys(found, dict.fromkeys(FIGURES, 0.0)))
 
 
 class Place(NamedTuple):
@@ -98,7 +113,7 @@ def _places(probes: Sequence[Probe]) -> Callable[[Probe], list[Place]]:
     return places
 
 
-def _named(found: Mapping[Place, Mapping[str, float]]) -> dict[str, float]:
+def name_figures(found: Mapping[Place, Mapping[str, float]]) -> dict[str, float]:
     """Each place's figures under its name, and the means over the general kinds. Raises ConfigError as check_names does."""
     named: dict[str, float] = {}
     for place, figures in found.items():

@@ -158,11 +158,9 @@ def _card(c: Candidate, main: Sequence[str], others: Sequence[str]) -> str:
     """A point of the front: its label, main metrics and map; the other metrics show on hover."""
     badge = '<span class="badge">new</span>' if c.group == "search" else ""
     metrics = " · ".join(
-        f"{escape(name)} <b>{escape(quantity(name, c.metrics[name]))}</b>"
-        for name in main
-        if name in c.metrics
+        f"{escape(name)} <b>{escape(c.shown(name))}</b>" for name in main if name in c.metrics
     )
-    rest = "\n".join(f"{m} {quantity(m, c.metrics[m])}" for m in others if m in c.metrics)
+    rest = "\n".join(f"{m} {c.shown(m)}" for m in others if m in c.metrics)
     title = f' title="{escape(rest)}"' if rest else ""
     number, _, source = c.label.partition(" ")
     return (

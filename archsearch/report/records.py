@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -128,6 +129,15 @@ class Candidate:
     on_front: bool = False
     also: tuple[str, ...] = ()
     """Other seed methods that chose the same map."""
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Lower and upper end of metrics of the final stage."""
+
+    def shown(self, metric: str) -> str:
+        """A metric in words, with its interval; empty where it was not measured."""
+        if metric not in self.metrics:
+            return ""
+        ends = [quantity(metric, end) for end in self.intervals.get(metric, ())]
+        return quantity(metric, self.metrics[metric]) + (f" ({' to '.join(ends)})" if ends else "")
 
     @property
     def key(self) -> str:
@@ -160,6 +170,8 @@ class Rung:
     hypervolume: dict[str, float] = field(default_factory=dict)
     """front, seeds and (where it was run) random."""
     reference: tuple[float, ...] = ()
+    confidence: float | None = None
+    """Of the intervals, where this is the final stage."""
 
     @property
     def front(self) -> tuple[Candidate, ...]:

@@ -90,11 +90,12 @@ def _rung(rung: RungOutcome) -> Rung:
             metrics=dict(c.metrics),
             proxy_tokens=rung.proxy_tokens,
             also=c.also,
+            intervals=c.intervals,
             on_front=_group(c) != "random" and c.candidate in on_front,
         )
         for c in (*rung.search, *rung.control)
     )
-    return Rung(rung.proxy_tokens, candidates, volumes, fronts.scale.reference)
+    return Rung(rung.proxy_tokens, candidates, volumes, fronts.scale.reference, rung.confidence)
 
 
 def _group(c: Finished) -> Group:

@@ -35,7 +35,8 @@ def after(rung: Rung) -> str:
     """How long the candidates of a rung were distilled, for headings."""
     if not rung.proxy_tokens:
         return "without distillation"
-    return f"after {rung.proxy_tokens:,} distillation tokens"
+    final = "" if rung.confidence is None else ", on text and prompts that no trial saw"
+    return f"after {rung.proxy_tokens:,} distillation tokens{final}"
 
 
 def hypervolume_table(summary: RunSummary) -> Table:
@@ -204,11 +205,14 @@ def _candidate_table(candidates: Sequence[Candidate], title: str, metrics: Seque
         (
             str(c.candidate),
             METHOD_TITLES.get(c.method, c.method),
-            *(quantity(m, c.metrics[m]) if m in c.metrics else "" for m in metrics),
+            *(c.shown(m) for m in metrics),
         )
         for c in candidates
     )
-    return Table(title, ("candidate", "source", *metrics), rows)
+    note = "In brackets: confidence interval of the final stage." * any(
+        c.intervals for c in candidates
+    )
+    return Table(title, ("candidate", "source", *metrics), rows, note)
 
 
 def stage_table(summary: RunSummary) -> Table:

@@ -16,7 +16,7 @@ from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
 from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
-from .promotion import Promotion, Pruned, promote
+from .promotion import Promotion, Pruned, promote, promote_fronts
 from .proposals.base import Proposals
 from .proposals.choice import make_proposals
 from .retention import baseline_seeds, measure_retention
@@ -143,8 +143,8 @@ class _Search:
         """Evaluates every rung, each on those of the one before that go on."""
         rungs: list[RungOutcome] = []
         try:
-            for rung, tokens in enumerate(self._config.search.proxy_tokens):
-                groups = self._later_groups(rungs[-1]) if rungs else self._first_groups()
+            for rung, tokens in enumerate(self._config.search.lengths):
+                groups = self._later_groups(rungs[-1], rung) if rungs else self._first_groups()
                 rungs.append(collect(self._config, tokens, self._run_rung(executor, rung, groups)))
         finally:
             if self._clock is not None:
@@ -165,10 +165,14 @@ class _Search:
         control = [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
         return [_Group(search), _Group(control, control=True)]
 
-    def _later_groups(self, before: RungOutcome) -> list[_Group]:
+    def _later_groups(self, before: RungOutcome, rung: int) -> list[_Group]:
         """Those that go on from the rung before."""
         config = self._config.search
-        found = promote(config, before.fronts, before.search, before.control)
+        parts = (before.fronts, before.search, before.control)
+        if config.is_final(rung):
+            found = promote_fronts(*parts, config.final.max_points, "search.final.max_points")
+        else:
+            found = promote(config, *parts)
         return [
             _Group(_repeats(promotion.chosen), bool(control), promotion, before.proxy_tokens)
             for control, promotion in enumerate(found)
@@ -193,7 +197,7 @@ class _Search:
 
     def _evaluate(self, executor: Executor, rung: int, group: _Group) -> RungStudy:
         config, first = self._config, rung == 0 and not group.control
-        name = study_name(config, config.search.proxy_tokens[rung], control=group.control)
+        name = study_name(config, config.search.lengths[rung], control=group.control)
         records = RungStudy(open_study(self._storage, name, config), self._storage, self._shape)
         if first:
             self._clock = self._start_clock(records)
@@ -231,7 +235,7 @@ class _Search:
     def _limit(self, rung: int, group: _Group) -> Limit:
         search = self._config.search
         groups = 2 if search.random_control else 1
-        share = (rung * groups + group.control + 1) / (len(search.proxy_tokens) * groups)
+        share = (rung * groups + group.control + 1) / (len(search.lengths) * groups)
         limit = time_limit(search, self._clock, share)
         if rung or group.control:
             return limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import moocore
@@ -37,10 +37,14 @@ class Candidate:
     trial: int | None = None
     also: tuple[str, ...] = ()
     """Other seed methods that chose the same map."""
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Lower and upper end of the metrics of the final stage."""
 
     def to_json(self) -> dict[str, Any]:
         """The candidate as a point of pareto.json."""
+        intervals = {name: list(ends) for name, ends in self.intervals.items()}
         return {
+            **({"intervals": intervals} if intervals else {}),
             "candidate": self.candidate,
             "source": self.source,
             "also": list(self.also),

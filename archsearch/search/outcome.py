@@ -35,6 +35,8 @@ class RungOutcome:
     fronts: Fronts
     pruned: tuple[list[PrunedRow], list[PrunedRow]] = ([], [])
     """The search's candidates and the control's that did not get as far as this rung."""
+    confidence: float | None = None
+    """Of the intervals, where this is the final stage."""
     stop: Stop | None = None
     """Why fewer candidates were begun than were wanted, where that is so."""
 
@@ -122,6 +124,7 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
         [failure for study in studies if study for failure in study.failures()],
         Fronts.of(config.search.objectives, search, control, tokens),
         (pruned[0], pruned[1]),
+        config.search.final.confidence if tokens == config.search.final.tokens else None,
         studies[0].stop() if studies[0] else None,
     )
 
@@ -130,7 +133,7 @@ def read_outcome(config: RunConfig, run_dir: RunDir, shape: ModelShape) -> Searc
     """What the studies of a run hold so far, finished or not; rungs that have not begun are left out."""
     storage = open_storage(config.search.storage or run_dir.storage)
     rungs = []
-    for tokens in config.search.proxy_tokens:
+    for tokens in config.search.lengths:
         names = (study_name(config, tokens), study_name(config, tokens, control=True))
         studies = [find_study(storage, name, shape) for name in names]
         if studies[0] is not None:
@@ -147,4 +150,5 @@ def write_outcome(run_dir: RunDir, outcome: SearchOutcome) -> None:
         old.unlink()
     for point in outcome.fronts.points:
         run_dir.write_json(f"front/{point.candidate}.json", point.head_map.to_json())
-    run_dir.write_json("pareto.json", outcome.fronts.to_json())
+    pareto, confidence = outcome.fronts.to_json(), outcome.last.confidence
+    run_dir.write_json("pareto.json", pareto | ({"confidence": confidence} if confidence else {}))

@@ -69,12 +69,14 @@ class TrialSpec:
     method: str = "search"
     """The seed method, "search", or "random-control"."""
     rung: int = 0
-    """Index into search.proxy_tokens."""
+    """Index into search.lengths."""
     retry_of: int | None = None
     metrics: tuple[str, ...] = ()
     """Names of the metrics that the result must hold."""
     retention: bool = False
     """Asked the prompts of search.retention, with the parent's weights as they are if there is a parent."""
+    final: bool = False
+    """Measured on the final stage's text and prompts, with intervals."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data."""
@@ -97,6 +99,8 @@ class TrialResult:
     status: TrialStatus
     reason: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Lower and upper end of those metrics that have a confidence interval."""
     tokens: int = 0
     """Distillation tokens that were spent."""
     seconds: float = 0.0

@@ -117,7 +117,9 @@ def measure_retention(
         say(f"  retention: {len(todo)} maps, {options.prompts} prompts of each kind")
     for start in range(0, len(todo), executor.capacity):
         for index in todo[start : start + executor.capacity]:
-            executor.submit(index, _spec(config, run_dir, shape, maps[index], index))
+            executor.submit(
+                index, _spec(config, run_dir, shape, maps[index], index, outcome.tokens)
+            )
         for _ in todo[start : start + executor.capacity]:
             result = executor.next_done()
             verdict = judge(result, wanted)
@@ -160,10 +162,9 @@ def _best(
 
 
 def _spec(
-    config: RunConfig, run_dir: RunDir, shape: ModelShape, kept: Kept, index: int
+    config: RunConfig, run_dir: RunDir, shape: ModelShape, kept: Kept, index: int, tokens: int
 ) -> TrialSpec:
-    """A candidate's own weights are measured as they are; a baseline is trained first."""
-    tokens = config.search.proxy_tokens[-1]
+    """A candidate's own weights, of as many tokens, are measured as they are; a baseline is trained first."""
     head_map = HeadMap(shape, kept.layers).to_json()
     spec = TrialSpec(
         index, head_map, tokens, seed=derive_seed(config.seed, "retention", index), retention=True

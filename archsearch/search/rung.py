@@ -85,7 +85,7 @@ class Rung:
     ) -> None:
         self._config, self._run_dir, self._records = config, run_dir, records
         self._executor, self._proposals = executor, proposals
-        self._rung, self._tokens = rung, config.search.proxy_tokens[rung]
+        self._rung, self._tokens = rung, config.search.lengths[rung]
         self._metrics = tuple(measured_metrics(config))
         self._jobs = {job.candidate: job for job in jobs}
         self._limit, self._finished, self._say = limit, finished, say
@@ -228,12 +228,13 @@ class Rung:
             rung=self._rung,
             retry_of=job.retry_of,
             metrics=self._metrics,
+            final=self._config.search.is_final(self._rung),
         )
         return replace(spec, parent=self._parent(spec))
 
     def _parent(self, spec: TrialSpec) -> str | None:
         """The candidate's weights of the rung before, where it was distilled there: training goes on from them."""
-        earlier = self._config.search.proxy_tokens[self._rung - 1] if self._rung else 0
+        earlier = self._config.search.lengths[self._rung - 1] if self._rung else 0
         if not earlier:
             return None
         path = trained_path(self._run_dir.path, replace(spec, proxy_tokens=earlier))
@@ -245,6 +246,8 @@ class Rung:
         if isinstance(outcome.result, TrialResult):
             result = outcome.result
             self._records.note(trial, seconds=result.seconds, tokens=result.tokens)
+            if result.intervals:
+                self._records.note(trial, intervals=result.intervals)
         if verdict.reason is None:
             self._complete(trial, verdict)
         else:

@@ -118,14 +118,14 @@ def affordable_candidates(
     most, price = config.search.max_tokens, candidate_tokens(config, rung)
     if most is None or not price:
         return None
-    lengths = config.search.proxy_tokens
+    lengths = config.search.lengths
     left = most * (rung + 1) / len(lengths) - spent
     return max(0, math.floor(left / (price * groups) + 1e-9)), f"search.max_tokens {most}"
 
 
 def candidate_tokens(config: RunConfig, rung: int) -> int:
     """Tokens of a candidate's training at a rung, which goes on from where its rate had not fallen yet at the one before."""
-    lengths = config.search.proxy_tokens
+    lengths = config.search.lengths
     before = lengths[rung - 1] if rung else 0
     return lengths[rung] - math.floor((1 - config.distill.decay_share) * before)
 

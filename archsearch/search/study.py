@@ -328,6 +328,7 @@ class RungStudy:
                         feasible,
                         done[0].number,
                         tuple(attributes.get("also", ())),
+                        attributes.get("intervals", {}),
                     )
                 )
         return found

@@ -28,6 +28,7 @@ from ..data.tasks import RETRIEVAL_KINDS, make_probes
 from ..errors import ConfigError, EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.harness import open_harness
+from ..evaluation.intervals import Bootstrap, Interval, MeasureWithIntervals
 from ..evaluation.retrieval import retrieval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
@@ -41,6 +42,7 @@ from ..training.distill import distill
 from ..training.loop import NonFiniteLoss
 from ..training.packing import RawBatch
 from ..training.teacher_logits import TeacherLogits
+from .final import final_config, final_file
 from .records import TrialResult, TrialSpec, trained_path
 from .space import analytic_costs
 from .trained import Trunk, load_to_go_on, load_trained, save_trained
@@ -97,6 +99,7 @@ class TrialWorker:
         }
         self._probes = evaluation_probes(self.teacher, self.config)
         self._fresh: list[Probe] | None = None
+        self._final: MeasureWithIntervals | None = None
         self._harness = open_harness(self.config, self.teacher)
         self._full: FullBranch | None = None
         self._train: tuple[NDArray[Any], NDArray[Any] | None] | None = None
@@ -112,9 +115,10 @@ class TrialWorker:
         torch.manual_seed(spec.seed)
         reason: str | None = None
         metrics: dict[str, float] = {}
+        intervals: dict[str, tuple[float, float]] = {}
         tokens = 0
         try:
-            metrics, tokens = self._evaluate(spec)
+            metrics, intervals, tokens = self._evaluate(spec)
         except NonFiniteLoss as error:
             reason = f"{NON_FINITE}: {error}"
         except torch.OutOfMemoryError as error:
@@ -132,22 +136,26 @@ class TrialWorker:
             status="ok" if reason is None else "failed",
             reason=reason,
             metrics=metrics,
+            intervals=intervals,
             tokens=tokens,
             seconds=time.monotonic() - started,
         )
 
-    def _evaluate(self, spec: TrialSpec) -> tuple[dict[str, float], int]:
-        """All metrics, and the distillation tokens spent."""
+    def _evaluate(self, spec: TrialSpec) -> tuple[dict[str, float], dict[str, Interval], int]:
+        """All metrics, their intervals, and the distillation tokens spent."""
         head_map = HeadMap.from_json(spec.head_map)
         # An all-FA candidate is the teacher: its gradients are rounding noise, which Adam blows up.
         distils = spec.proxy_tokens > 0 and head_map.fa_share < 1
+        intervals: dict[str, Interval] = {}
         try:
             student = self.cut(head_map, trains=distils)
+            train = self._train_as_promoted if spec.retention else self._distil
+            tokens = train(student, spec) if distils else 0
             if spec.retention:
-                tokens = self._train_as_promoted(student, spec) if distils else 0
                 metrics = self._measure_retention(student)
+            elif spec.final:
+                metrics, intervals = self._measure_finally(student)
             else:
-                tokens = self._distil(student, spec) if distils else 0
                 metrics = self.measure(student)
         finally:
             student = None  # type: ignore[assignment]
@@ -157,7 +165,7 @@ class TrialWorker:
             raise ConfigError(
                 f"search: {', '.join(missing)} is no metric that a trial has; allowed: {', '.join(sorted(metrics))}"
             )
-        return metrics, tokens
+        return metrics, intervals, tokens
 
     def cut(self, head_map: HeadMap, *, trains: bool) -> HydraHeadForCausalLM:
         """The student of a map. In distillation its full-attention heads become what the teacher's are not."""
@@ -179,6 +187,32 @@ class TrialWorker:
             metrics |= self._harness.measure(student)
         return metrics
 
+    def _measure_finally(
+        self, student: HydraHeadForCausalLM
+    ) -> tuple[dict[str, float], dict[str, Interval]]:
+        """The same on the final stage's text and prompts, and intervals of what is a mean over these."""
+        if self._final is None:
+            self._final = self._read_final()
+        metrics, intervals = self._final(student)
+        if self._harness is not None:
+            metrics |= self._harness.measure(student)
+        return metrics, intervals
+
+    def _read_final(self) -> MeasureWithIntervals:
+        config, options = final_config(self.config), self.config.search.final
+        assert config is not None
+        weight_VC = self._reference.weight_VC
+        files = {"": HELDOUT_FILE} | {f"_{label}": heldout_file(label) for label in self._extra}
+        return MeasureWithIntervals(
+            {
+                suffix: self._read_reference(final_file(name), weight_VC)
+                for suffix, name in files.items()
+            },
+            evaluation_probes(self.teacher, config),
+            Bootstrap(options.resamples, options.confidence, config.seed),
+            batch_tokens=self._tokens,
+        )
+
     def _measure_retention(self, student: HydraHeadForCausalLM) -> dict[str, float]:
         if self._fresh is None:
             self._fresh = retention_probes(self.teacher, self.config)
@@ -191,7 +225,8 @@ class TrialWorker:
             set_rope_share(student, rope_share(self.config.student.full, tokens))
             return 0
         spent, parent = 0, None
-        for tokens in filter(None, self.config.search.proxy_tokens):
+        lengths = self.config.search.lengths
+        for tokens in (n for n in lengths if 0 < n <= spec.proxy_tokens):
             step = replace(spec, proxy_tokens=tokens, parent=parent)
             spent += self._distil(student, step)
             parent = str(trained_path(self.run_dir, step))
@@ -203,9 +238,7 @@ class TrialWorker:
         done = load_to_go_on(student, Path(spec.parent)) if spec.parent is not None else 0
         batch_tokens = self.batch_sequences * self.config.data.sequence_length
         # Only where a longer proxy may come, and where it has something to go on from.
-        goes_on = config.decay_share < 1 and spec.proxy_tokens < max(
-            self.config.search.proxy_tokens
-        )
+        goes_on = config.decay_share < 1 and spec.proxy_tokens < self.config.search.lengths[-1]
         trunk = Trunk(student, self.config, batch_tokens) if goes_on else None
         result = distill(
             student,
