@@ -163,20 +163,25 @@ def read_settings(run_dir: RunDir, tokens: int | None, overrides: Sequence[str])
             raise ConfigError("--tokens: the run has no proxy with tokens to go by; name a number")
     if tokens < 0:
         raise ConfigError(f"--tokens {tokens}: allowed: 0 or more")
-    # Whether the tokens suffice is said below, and nothing is asked of what only the search reads.
-    implied = ["search.retention.prompts=0", f"search.proxy_tokens=[{MANY_TOKENS}]"]
+    # Nothing is asked of what only a search reads, and whether the tokens suffice is said below.
+    implied = [f"search={{proxy_tokens: [{MANY_TOKENS}]}}"]
     if own.distill.teacher_logits != "topk":
         # One form is as good as another where nothing is kept, and this one goes with every other field.
         implied.append("distill.teacher_logits=exact")
     config = load_config(run_dir / "config.json", [*implied, *overrides])
-    search = config.search.model_copy(update={"proxy_tokens": (tokens,)})
-    config, full = config.model_copy(update={"search": search}), config.student.full
+    config, full = with_tokens(config, tokens), config.student.full
     if not full.rope and whole_batches(config) < full.rope_fade_tokens:
         raise ConfigError(
             f"--tokens {tokens}: student.full.rope: false takes rope_fade_tokens ({full.rope_fade_tokens}) of "
             "distillation, in whole batches; allowed: as many or more"
         )
     return config
+
+
+def with_tokens(config: RunConfig, tokens: int) -> RunConfig:
+    """The config with so many tokens as its one proxy."""
+    search = config.search.model_copy(update={"proxy_tokens": (tokens,)})
+    return config.model_copy(update={"search": search})
 
 
 def whole_batches(config: RunConfig) -> int:

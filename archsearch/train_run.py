@@ -29,7 +29,7 @@ from .search.space import analytic_costs
 from .search.trial import STARTS_FILE, TRAIN_FILE, TrialWorker
 from .stages import RunContext
 from .texts import write_heldout, write_training
-from .train_plan import TRAINING_FILE, TrainPlan, batch_tokens, check_place, check_rows
+from .train_plan import TRAINING_FILE, TrainPlan, batch_tokens, check_place, check_rows, with_tokens
 from .training.distill import Distillation
 from .training.kept import Keeper, distill_kept
 from .training.long_rows import long_batches
@@ -174,9 +174,7 @@ class Training:
         config = self.plan.config
         if self.work.stage(TEXT) is not None:
             return
-        tokens = max(self.plan.tokens, config.long_context.tokens)
-        search = config.search.model_copy(update={"proxy_tokens": (tokens,)})
-        config = config.model_copy(update={"search": search})
+        config = with_tokens(config, max(self.plan.tokens, config.long_context.tokens))
         with self.printer.stage(TEXT) as progress:
             context = RunContext(config, self.run_dir)
             teacher = context.teacher()

@@ -6,11 +6,15 @@
 Of a run that has scores and a supernet, the map of one seed method at one share is trained once for each case, on the same
 batches, and measured at each reading: KL on the run's held-out text, and the kinds of prompts that trials are asked, at these
 contexts. With --long-tokens each student is then tuned on long rows, as section long_context says, and measured again.
+Several processes may share the cases (--cases) and a file of figures: each replaces those of its own cases alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +29,8 @@ from torch import Tensor
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..attention.positions import set_rope_share
 from ..config import DistillConfig, RunConfig, SeedConfig
-from ..data.corpora import training_batches
-from ..data.niah import retrieval_rows
+from ..data.corpora import Packed, training_batches
+from ..errors import ConfigError
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.retrieval import retrieval
 from ..headmap import HeadMap
@@ -35,7 +39,7 @@ from ..models.full_heads import full_branch, rope_fader, rope_share
 from ..models.kernels import use_kernels
 from ..models.supernet import Supernet
 from ..models.teacher import Teacher, load_teacher
-from ..rundir import RunDir
+from ..rundir import RunDir, replacing
 from ..search.seeds import needed_by_seeds, read_scores, seed_maps
 from ..search.trial import (
     EVALUATION_TOKENS,
@@ -48,13 +52,16 @@ from ..search.trial import (
 )
 from ..studentconfig import FullConfig
 from ..trainconfig import FORK_SHARE
+from ..training.long_rows import long_batches
 from ..training.longcontext import tune_long_context
 from ..training.readings import distill_with_readings
 from ..training.teacher_logits import TeacherLogits
+from .bench_folder import read_config
 from .records import LabBook
 
 AT_ONCE: dict[str, Any] = {"rope": False, "rope_fade_tokens": 0}
 NOPE: dict[str, Any] = {"rope": False}
+TEACHER = "teacher"
 CASES: dict[str, dict[str, Any]] = {
     "RoPE": {},
     "RoPE, gate": {"gate": True},
@@ -91,9 +98,16 @@ class Bench:
     """The case that the others are held against."""
 
     @classmethod
-    def open(cls, run: RunDir, method: str, share: float, contexts: Sequence[int]) -> Bench:
+    def open(
+        cls,
+        run: RunDir,
+        method: str,
+        share: float,
+        contexts: Sequence[int],
+        overrides: Sequence[str] = (),
+    ) -> Bench:
         """Reads a run. Raises ConfigError or EnvironmentFault where it lacks scores, supernet or text."""
-        config = run.load_config()
+        config = read_config(run, overrides)
         use_kernels(config.kernels)
         teacher = load_teacher(config.teacher)
         wanted = SeedConfig.model_validate({"methods": (method,), "fa_shares": (share,)})
@@ -119,32 +133,6 @@ class Bench:
             self.text_NT,
             self.prompts_MT,
             niah_share=self.config.data.niah_share if self.prompts_MT is not None else 0.0,
-            batch_sequences=sequences,
-            seed=self.config.seed,
-            start_step=start_step,
-        )
-
-    def long_batches(self, start_step: int) -> Iterator[Tensor]:
-        """Rows of section long_context's length: training text end to end, and retrieval prompts, in data's shares."""
-        data, long, probes = self.config.data, self.config.long_context, self.config.probes
-        length = long.sequence_length
-        count = self.text_NT.size // length
-        text_NT = np.asarray(self.text_NT).reshape(-1)[: count * length].reshape(count, length)
-        sequences = max(1, long.batch_tokens // length)
-        share = data.niah_share if count else 1.0
-        steps = max(1, round(long.tokens / (sequences * length)))
-        prompts_MT = retrieval_rows(
-            self.teacher.tokenizer,
-            max(1, round(share * steps * sequences)),
-            length,
-            keys=probes.multi_keys,
-            digits=probes.digits,
-            seed=self.config.seed,
-        )
-        return training_batches(
-            text_NT,
-            prompts_MT,
-            niah_share=share,
             batch_sequences=sequences,
             seed=self.config.seed,
             start_step=start_step,
@@ -200,8 +188,51 @@ def run_case(
     long = bench.config.long_context
     if long.tokens:
         set_rope_share(student, rope_share(options, readings[-1]))
-        tune_long_context(student, bench.teacher, bench.long_batches, long)
+        batches = long_batches(bench.config, bench.teacher.tokenizer, Packed(bench.text_NT))
+        tune_long_context(student, bench.teacher, batches, long)
         bench.measure(case, f"{long.tokens:,} long tokens more", student)
+
+
+def check_figures(path: Path, head_map: HeadMap) -> None:
+    """Raises ConfigError where the file has figures of another map, or is no file of figures."""
+    for row in _read_figures(path):
+        if row.get("map") != list(head_map.layers):
+            raise ConfigError(f"{path}: has figures of another head map; allowed: another file")
+
+
+def merge_figures(book: LabBook, path: Path) -> None:
+    """Writes a book's figures in the place of those of the same cases; the others in the file stay.
+
+    Several processes may do so at once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        own = {row["case"] for row in book.rows}
+        others = [row for row in _read_figures(path) if row["case"] not in own]
+        order = [TEACHER, *CASES]
+        rows = sorted([*others, *book.rows], key=lambda row: order.index(row["case"]))
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(rows, indent=1) + "\n")
+    finally:
+        os.close(folder)
+
+
+def _read_figures(path: Path) -> list[dict[str, Any]]:
+    """The figures of a file, none where there is none."""
+    if not path.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text())
+        known = {TEACHER, *CASES}
+        if all(row["case"] in known for row in rows):
+            return rows
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path}: no figures of cases ({error!r}); allowed: another file"
+        ) from error
+    raise ConfigError(f"{path}: has figures of other cases; allowed: another file")
 
 
 def print_table(bench: Bench) -> None:
@@ -224,16 +255,17 @@ def main() -> None:
     parser.add_argument("--long-tokens", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--figures", type=Path, required=True)
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
     args = parser.parse_args()
-    bench = Bench.open(RunDir(args.run), args.method, args.share, args.contexts)
-    long = bench.config.long_context.model_copy(update={"tokens": args.long_tokens})
-    bench.config = bench.config.model_copy(update={"long_context": long})
-    bench.measure("teacher", "as it is", bench.teacher.model)
+    overrides = [f"long_context.tokens={args.long_tokens}", *args.overrides]
+    bench = Bench.open(RunDir(args.run), args.method, args.share, args.contexts, overrides)
+    check_figures(args.figures, bench.head_map)
+    bench.measure(TEACHER, "as it is", bench.teacher.model)
     logits = TeacherLogits(bench.teacher, distil_config(bench.config.distill))
     for case in args.cases:
         run_case(bench, case, args.readings, args.fade_tokens, logits)
         # After each case: a run that is cut off keeps what it has.
-        bench.book.write(args.figures)
+        merge_figures(bench.book, args.figures)
         print(f"{case}: {bench.rows[-1][2]}", flush=True)
     print_table(bench)
 

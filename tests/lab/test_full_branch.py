@@ -13,6 +13,7 @@ import torch
 
 from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
 from archsearch.configfile import load_config
+from archsearch.errors import ConfigError
 from archsearch.lab import full_branch
 from archsearch.models.supernet import Supernet
 from archsearch.models.teacher import load_teacher
@@ -101,6 +102,35 @@ def test_cases_start_alike_and_end_as_they_say(run: Path, monkeypatch: pytest.Mo
         assert own == pytest.approx(expected)
     last = switches[-1][2]
     assert (last["log_scale"], last["norm"], last["gate"]) == (True, True, True)
+
+
+def test_processes_share_cases_and_figures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--readings", "0", "480", "--fade-tokens", "384", "--cases"]
+    first, _ = measured(run, monkeypatch, *words, "NoPE at once")
+    second, _ = measured(run, monkeypatch, *words, "RoPE")
+    assert {case for _, case, _ in second} == {"teacher", "RoPE", "NoPE at once"}
+    assert {key: second[key] for key in first} == first
+    figures = run.parent / "figures.json"
+    cases = [row["case"] for row in json.loads(figures.read_text())]
+    assert list(dict.fromkeys(cases)) == ["teacher", "RoPE", "NoPE at once"]
+    # Anew, with another rate: only that case's figures are others.
+    rate = ["--set", "distill.learning_rate=0.001"]
+    third, _ = measured(run, monkeypatch, *words, "RoPE", *rate)
+    assert third.keys() == second.keys()
+    changed = {
+        (case, stage)
+        for name, case, stage in third
+        if third[name, case, stage] != second[name, case, stage]
+    }
+    assert changed == {("RoPE", "480 tokens")}
+    with pytest.raises(ConfigError, match="figures of another head map; allowed: another file"):
+        measured(run, monkeypatch, *words, "RoPE", "--share", "0.25")
+    figures.write_text('[{"case": "of others"}]')
+    with pytest.raises(ConfigError, match="figures of other cases"):
+        measured(run, monkeypatch, *words, "RoPE")
+    figures.write_text("[")
+    with pytest.raises(ConfigError, match="no figures of cases"):
+        measured(run, monkeypatch, *words, "RoPE")
 
 
 def test_every_case_is_a_section_that_a_config_may_have() -> None:
