@@ -25,7 +25,7 @@ from .search.outcome import read_outcome
 from .search.ranking import Table
 from .search.seeds import read_scores
 from .search.trial import SUPERNET_FILE
-from .stages import ALIGNMENT_FILE
+from .stages import ALIGNMENT_FILE, check_supernet
 from .trainconfig import FORK_SHARE
 
 FOLDER = "fidelity"
@@ -115,6 +115,7 @@ def plan_fidelity(run_dir: RunDir, options: Options) -> FidelityPlan:
     config = run_dir.load_config()
     if options.needs_front:
         run_dir.require_search("pareto.json")
+    check_supernet(run_dir, config)
     run_dir.require_search(SUPERNET_FILE)
     check_machine(config)
     info, old = inspect_teacher(config.teacher), read_study(run_dir)

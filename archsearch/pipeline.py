@@ -9,6 +9,7 @@ from typing import Any
 from .config import RetentionConfig, RunConfig, ScoreMethod
 from .console import Printer
 from .errors import RunFault
+from .footprint import TRAIN
 from .ignored import ignored_options
 from .inputs import scored_inputs
 from .memory import MemoryWatch
@@ -19,7 +20,15 @@ from .preflight import check_config, check_machine, check_memory
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
 from .search.seeds import ScoreTables, read_scores, top_heads
-from .stages import STAGE_WORK, RunContext, lost_outputs, pairs_line, score_heads
+from .stages import (
+    STAGE_WORK,
+    RunContext,
+    check_supernet,
+    lost_outputs,
+    lost_supernet,
+    pairs_line,
+    score_heads,
+)
 from .timings import record_stage
 
 BEST_HEADS = 5
@@ -141,6 +150,10 @@ def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Pr
 def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
     details = run_dir.stage(name)
     if details is None or (name == "scores" and lost_outputs(run_dir, config)):
+        return False
+    if name == "supernet" and lost_supernet(run_dir):
+        if config.supernet.source == TRAIN:
+            check_supernet(run_dir, config)
         return False
     # A finished search goes on where it is asked for more trials, or for more tries of those that failed.
     search = config.search

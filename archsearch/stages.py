@@ -18,7 +18,7 @@ from .console import StageProgress
 from .data.corpora import training_batches
 from .errors import ConfigError, EnvironmentFault
 from .footprint import TRAIN
-from .models.supernet import Supernet
+from .models.supernet import Supernet, read_meta
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
 from .plan import scored_methods
 from .report.files import write_report
@@ -127,6 +127,8 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
     config, teacher, run_dir = context.config, context.teacher(), context.run_dir
     target = run_dir / SUPERNET_FILE
     if config.supernet.source != TRAIN:
+        if run_dir.stage("supernet") is not None and (lost := lost_supernet(run_dir)):
+            progress.line(f"{lost}; made again")
         source = resolve_path(config.supernet.source)
         context.supernet = Supernet.load(source, teacher)
         with run_dir.replacing(target.name) as path:
@@ -161,6 +163,26 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         f"{config.supernet.tokens:,} tokens, median error of a twin {error:.3f}, "
         f"{bytes_text(target.stat().st_size)}"
     )
+
+
+def lost_supernet(run_dir: RunDir) -> str:
+    """Why the run's supernet cannot be used, by its header and size; empty where it can."""
+    try:
+        read_meta(run_dir / SUPERNET_FILE)
+    except EnvironmentFault as error:
+        return str(error)
+    return ""
+
+
+def check_supernet(run_dir: RunDir, config: RunConfig) -> None:
+    """Raises EnvironmentFault where the run has made its supernet and it cannot be used, with what to do about it."""
+    if run_dir.stage("supernet") is None or not (lost := lost_supernet(run_dir)):
+        return
+    again = "the same `archsearch run` makes it again"
+    if config.supernet.source == TRAIN:
+        # Not by itself: it takes long, and other twins than those that the candidates had may come of it.
+        again = f"put it back, or remove {run_dir / 'stages/supernet.json'}: then {again}, on a GPU up to rounding"
+    raise EnvironmentFault(f"{lost}; {again}")
 
 
 def _write_alignment(context: RunContext) -> None:

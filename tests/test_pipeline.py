@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from archsearch import stages
@@ -325,6 +327,57 @@ def test_a_scores_file_that_is_lost_is_made_again_once(
         result = CliRunner().invoke(app, arguments)
         assert "made again" not in result.output
         assert "scores    kept" in result.output
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("damage", [cut_short, Path.unlink])
+def test_a_trained_supernet_that_is_damaged_is_found_with_what_to_do(
+    finished: tuple[Path, Path, str], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    config, whole, _ = finished
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    supernet, marker = run_dir / "supernet.safetensors", run_dir / "stages/supernet.json"
+    damage(supernet)
+    run = ["run", str(config), "--run-dir", str(run_dir)]
+    commands = (
+        [*run, "--dry-run"],
+        run,
+        ["fidelity", str(run_dir)],
+        ["export", str(run_dir), "--knee", "--to", str(tmp_path / "out")],
+    )
+    for command in commands:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 3
+        fault = result.output.splitlines()[-1]
+        assert fault.startswith(f"archsearch: {supernet}: ")
+        assert f"; put it back, or remove {marker}: then" in fault
+    assert not (tmp_path / "out").exists()
+    marker.unlink()
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.output
+    assert load_file(supernet).keys() == load_file(whole / "supernet.safetensors").keys()
+    for name, tensor in load_file(supernet).items():
+        assert torch.equal(tensor, load_file(whole / "supernet.safetensors")[name])
+
+
+def test_a_supernet_that_was_copied_is_copied_again_where_it_is_damaged(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, whole, _ = finished
+    source = whole / "supernet.safetensors"
+    options = ["--set", f"supernet.source={source}", "--run-dir", str(tmp_path / "run")]
+    score = ["score", str(config), *options, "--method", "replacement_nll"]
+    assert CliRunner().invoke(app, score).exit_code == 0
+    copy = tmp_path / "run/supernet.safetensors"
+    cut_short(copy)
+    result = CliRunner().invoke(app, score)
+    assert result.exit_code == 0, result.output
+    (line,) = (row for row in result.output.splitlines() if "made again" in row)
+    assert line.startswith(f"{copy}: not a supernet file, or damaged (")
+    assert copy.read_bytes() == source.read_bytes()
 
 
 def test_scores_that_read_twins_get_them(finished: tuple[Path, Path, str], tmp_path: Path) -> None:
