@@ -20,9 +20,9 @@ from .units import Row
 
 BENDS = (0.0, 4.0, 40.0)
 """Values of c; 0 is a straight line."""
-SCALES = tuple(itertools.product((1.0, 3.0), (0.1, 0.3, 1.0), (0.1, 0.4)))
+SCALES = tuple(itertools.product((1.0, 3.0), (0.03, 0.1, 0.3, 1.0), (0.03, 0.1, 0.3)))
 """Standard deviations of what each block of features adds, in those of the figure, in order of BLOCKS."""
-NOISES = (0.003, 0.01, 0.03, 0.1, 0.3)
+NOISES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """Variances of the noise, in that of the figure."""
 
 
@@ -31,8 +31,8 @@ class Settings:
     """What the grid is searched for: a bend, a scale a block, and the noise."""
 
     bend: float = 0.0
-    scales: tuple[float, ...] = (3.0, 1.0, 0.4)
-    noise: float = 0.03
+    scales: tuple[float, ...] = (1.0, 0.1, 0.1)
+    noise: float = 0.003
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,12 @@ def test_seeds_matter(make: Make) -> None:
     history = search_with(proposals, config, DAMAGE, 24)
     other_config = config.model_copy(update={"seed": 1})
     other = make_proposals(other_config, SHAPE, DAMAGE.scores, "bits@0")
-    maps = {p.propose(24, history, ()).head_map for p in (other, make()[1])}
-    assert len(maps) == 2
+    # Both may find that one map is the best, but not each time.
+    first, second = (
+        [p.propose(candidate, history, ()).head_map for candidate in range(24, 30)]
+        for p in (other, make(trials=30)[1])
+    )
+    assert first != second
 
 
 def test_nothing_is_proposed_twice_nor_while_it_runs(make: Make) -> None:
