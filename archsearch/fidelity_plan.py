@@ -15,6 +15,7 @@ from .fidelity.driver import tasks_of
 from .fidelity.predictors import TWIN_ERROR, predictors_of
 from .fidelity.records import FIDELITY_FILE, Group, Settings, Study, Subject, read_study
 from .fidelity.subjects import TooManyMaps, choose_subjects
+from .fidelity_changes import changed_config
 from .footprint import checkpoint_bytes
 from .models.teacher import TeacherInfo, inspect_teacher, pick_device
 from .plan import RAY_SECONDS, Speed, duration, evaluation_tokens, matmul_rate, training_rows
@@ -52,6 +53,8 @@ class Options:
     share: float = 0.125
     """Of full-attention heads, of the good maps."""
     needs_front: bool = True
+    overrides: tuple[str, ...] = ()
+    """`a.b=value` on the run's config, in the sections that say how students are trained."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def plan_fidelity(run_dir: RunDir, options: Options) -> FidelityPlan:
     front (unless options do without) or scores; EnvironmentFault for what the machine lacks.
     """
     _check(options)
-    config = run_dir.load_config()
+    config = changed_config(run_dir, options.overrides)
     if options.needs_front:
         run_dir.require_search("pareto.json")
     check_supernet(run_dir, config)

@@ -12,6 +12,7 @@ from .fidelity.analysis import analyse, targets_of
 from .fidelity.driver import Driver, tasks_of
 from .fidelity.records import FIDELITY_FILE, Study, write_study
 from .fidelity.worker import LongWorker
+from .fidelity_changes import write_changes
 from .fidelity_plan import FOLDER, FidelityPlan, training_config
 from .models.kernels import kernel_faults
 from .report.fidelity_tables import fidelity_tables
@@ -42,6 +43,8 @@ def run_fidelity(
     deadline = time.monotonic() + seconds
     with run_dir, kernel_faults():
         run_dir.record_provenance(plan.config.seed)
+        # Before the study: where that is, its changes are known.
+        write_changes(run_dir, plan.config)
         write_study(run_dir, plan.study)
         if plan.makes_text:
             _make_text(run_dir, plan, printer)

@@ -328,6 +328,7 @@ def test_the_lab_needs_no_front_and_writes_its_figures(
     shutil.copytree(searched, run)
     (run / "pareto.json").unlink()
     words = ["--good", "3", "--mixed", "2", "--share", "0.5", "--tokens", "192", "--repeats", "0"]
+    words += ["--set", "distill.learning_rate=0.5"]
     figures = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["lab", str(run), *words, "--figures", str(figures)])
     proxy_fidelity.main()
@@ -336,6 +337,8 @@ def test_the_lab_needs_no_front_and_writes_its_figures(
     assert sum(name.startswith("kl after 192 tokens, ") for name in names) == 5
     assert any(name.startswith("Spearman, kl at 0 tokens with kl after 192, all") for name in names)
     assert "kl, all: without training " in capsys.readouterr().out
+    changes = json.loads((run / "fidelity/changes.json").read_text())
+    assert changes == {"distill.learning_rate": 0.5}
 
 
 def test_settings_follow_the_config(searched: Path) -> None:

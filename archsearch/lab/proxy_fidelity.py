@@ -9,10 +9,8 @@ begun that would not end in time: the same command goes on, and RUN/fidelity.jso
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from math import inf
-from pathlib import Path
 
 from ..console import Printer
 from ..fidelity.analysis import targets_of
@@ -21,6 +19,7 @@ from ..fidelity_plan import Options, plan_fidelity
 from ..fidelity_run import run_fidelity
 from ..metrics import is_loss
 from ..rundir import RunDir
+from .entry import add_run, run_script, script_parser
 from .records import LabBook
 
 AT = (50_000, 200_000, 500_000, 2_000_000)
@@ -99,20 +98,24 @@ def _named(rows: Iterable[Agreement]) -> str:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser = script_parser(__doc__)
+    add_run(parser)
     parser.add_argument("--good", type=int, default=24, help="maps of one FA share")
     parser.add_argument("--mixed", type=int, default=12, help="maps of other shares")
     parser.add_argument("--share", type=float, default=0.125, help="FA share of the good maps")
-    parser.add_argument("--tokens", type=int, default=4_000_000)
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="of each map")
     parser.add_argument("--at", type=int, nargs="*", default=AT, help="tokens of the readings")
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument(
+        "--repeats", type=int, default=8, help="maps trained again with another seed"
+    )
     parser.add_argument("--seconds", type=float, default=inf, help="most in all")
     parser.add_argument(
         "--keep-logits", action="store_true", help="leaves the teacher's answers to the next call"
     )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], help="such as distill.replay=true"
+    )
     parser.add_argument("--dry-run", action="store_true", help="stops after the plan")
-    parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
     run_dir, printer = RunDir(args.run), Printer()
     options = Options(
@@ -122,6 +125,7 @@ def main() -> None:
         args.repeats,
         args.share,
         needs_front=False,
+        overrides=tuple(args.overrides),
     )
     plan = plan_fidelity(run_dir, options)
     for line in plan.lines():
@@ -138,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
