@@ -19,7 +19,7 @@ import argparse
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -267,22 +267,15 @@ def measure(bench: Bench, todo: Sequence[int], to: Path, until: float) -> None:
     left = [index for index in todo if index not in values]
     print(f"{len(left):,} of {len(todo):,} maps to measure", flush=True)
     start = saved = time.monotonic()
-    count, at_once = 0, AT_ONCE[bench.teacher.device.type]
-    for first in range(0, len(left), at_once):
-        if time.monotonic() >= until:
-            break
-        chosen = left[first : first + at_once]
-        rows = [
-            bench.readings.measure(bench.model.set_map(bench.maps.full_NLH[index]))
-            for index in chosen
-        ]
-        costs = [bench.costs(index) for index in chosen]  # while the device works
-        for index, row, cost in zip(chosen, torch.stack(rows).tolist(), costs, strict=True):
-            values[index] = [*row, *cost]
-        count += len(chosen)
+    count = count_saved = 0
+    for rows in _measured(bench, left, until):
+        values.update(rows)
+        count += len(rows)
         now = time.monotonic()
         if now - saved >= SAVE_SECONDS:
-            saved, rate = now, count / (now - start)
+            # Of the last seconds alone: compiling, and whoever shared the device, are over.
+            rate = (count - count_saved) / (now - saved)
+            saved, count_saved = now, count
             made_by[-1] = _made_by(count, now - start)
             bench.table(values, made_by).save(to)
             need, have = (len(left) - count) / rate, until - now
@@ -298,6 +291,29 @@ def measure(bench: Bench, todo: Sequence[int], to: Path, until: float) -> None:
         f"{count:,} maps in {seconds:.1f} s ({seconds / max(1, count):.4f} s each), {len(left) - count:,} missing",
         flush=True,
     )
+
+
+def _measured(bench: Bench, left: Sequence[int], until: float) -> Iterator[dict[int, list[float]]]:
+    """Figures by place, AT_ONCE maps after AT_ONCE; the next ones are launched before the last ones are waited for."""
+    at_once = AT_ONCE[bench.teacher.device.type]
+    launched: dict[int, Tensor] = {}
+    for first in range(0, len(left), at_once):
+        if time.monotonic() >= until:
+            break
+        waited, launched = launched, {}
+        for index in left[first : first + at_once]:
+            model = bench.model.set_map(bench.maps.full_NLH[index])
+            launched[index] = bench.readings.measure(model)
+        if waited:
+            yield _collected(bench, waited)
+    if launched:
+        yield _collected(bench, launched)
+
+
+def _collected(bench: Bench, launched: Mapping[int, Tensor]) -> dict[int, list[float]]:
+    costs = [bench.costs(index) for index in launched]  # while the device works
+    rows = torch.stack([*launched.values()]).tolist()
+    return {i: [*row, *cost] for i, row, cost in zip(launched, rows, costs, strict=True)}
 
 
 def _earlier(bench: Bench, to: Path) -> tuple[dict[int, list[float]], list[dict[str, Any]]]:
