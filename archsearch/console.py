@@ -71,7 +71,7 @@ class StageProgress:
         if not rate or self._first is None:
             return ""
         left = (now - self._first[1]) * (total - done) / (done - self._first[0])
-        return f", {rate}, {left / 60:.1f} min left"
+        return f", {rate}, {f'{left:.0f} s' if left < 90 else f'{left / 60:.1f} min'} left"
 
     def line(self, text: str) -> None:
         """Prints a line of its own, above the bar where there is one."""

@@ -28,6 +28,7 @@ from .models.teacher import TeacherInfo, inspect_teacher, pick_device
 from .plan import Speed, duration, evaluation_tokens, matmul_rate
 from .rundir import RunDir, differences
 from .search.trial import RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
+from .stages import check_supernet
 from .training.long_rows import long_text
 
 TRAINING_FILE = "training.json"
@@ -70,8 +71,8 @@ class TrainPlan:
     head_map: HeadMap
     directory: Path
     settings: dict[str, Any]
-    makes_text: bool
-    """Whether the run has no training text."""
+    text_tokens: int
+    """Of the run's training text; 0 where it has none, and text is made first."""
     warnings: tuple[str, ...]
     seconds: float
     """Estimated, in all."""
@@ -83,6 +84,11 @@ class TrainPlan:
         return 0 if self.head_map.fa_share == 1 else whole_batches(self.config)
 
     @property
+    def makes_text(self) -> bool:
+        """Whether the run has no training text."""
+        return not self.text_tokens
+
+    @property
     def name(self) -> str:
         """The head map in words."""
         number = self.point["candidate"]
@@ -92,7 +98,11 @@ class TrainPlan:
     def lines(self) -> list[str]:
         """The plan as text."""
         distill, long = self.config.distill, self.config.long_context
-        text = "; training text is made first" if self.makes_text else ""
+        text = "; training text is made first"
+        if self.text_tokens:
+            share = 1 - self.config.data.niah_share
+            times = max(self.tokens, long.tokens) * share / self.text_tokens
+            text = f"; the text is gone over {times:.1f} times" if times > 1 else ""
         stages = [f"{self.tokens:,} tokens of distillation at {distill.learning_rate:g}"]
         if long.tokens:
             stages.append(
@@ -122,13 +132,14 @@ def plan_training(
     choice.check()
     config = read_settings(run_dir, tokens, overrides)
     (tokens,) = config.search.proxy_tokens
+    check_supernet(run_dir, config)
     run_dir.require_search(SUPERNET_FILE)
     info = inspect_teacher(config.teacher)
     point = _point(run_dir, choice, info.shape)
     head_map = HeadMap.from_json(point["head_map"])
     _check(config, info, head_map, tokens)
-    makes_text = _lacks_text(run_dir, config)
-    if not makes_text:
+    text_tokens = _text_tokens(run_dir, config)
+    if text_tokens:
         check_rows(config, run_dir)
     settings = _settings(run_dir, config, head_map, tokens)
     directory = to or run_dir / FOLDER / _digest(settings)
@@ -138,7 +149,7 @@ def plan_training(
         head_map,
         directory.absolute(),
         settings,
-        makes_text,
+        text_tokens,
         tuple(ignored_in_training(config, [_field(override) for override in overrides])),
         0.0,
         _disk_bytes(config, info),
@@ -282,9 +293,11 @@ def check_rows(config: RunConfig, place: RunDir) -> None:
         long_text(rows, long.sequence_length, needed=config.data.niah_share < 1)
 
 
-def _lacks_text(run_dir: RunDir, config: RunConfig) -> bool:
+def _text_tokens(run_dir: RunDir, config: RunConfig) -> int:
     names = [TRAIN_FILE, *([RETRIEVAL_FILE] if config.data.niah_share > 0 else [])]
-    return any(not (run_dir / name).exists() for name in names)
+    if any(not (run_dir / name).exists() for name in names):
+        return 0
+    return int(np.load(run_dir / TRAIN_FILE, mmap_mode="r").size)
 
 
 def _settings(run_dir: RunDir, config: RunConfig, head_map: HeadMap, tokens: int) -> dict[str, Any]:

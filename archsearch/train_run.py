@@ -85,7 +85,12 @@ class Record:
         else:
             if not folder.path.is_dir():
                 prepare_directory(folder.path)
-            record.write()
+            try:
+                record.write()
+            except OSError as error:
+                raise EnvironmentFault(
+                    f"{folder.path}: cannot be written to ({error.strerror})"
+                ) from error
         return record
 
     def add(self, stage: str, metrics: dict[str, float], training: Distillation | None) -> None:

@@ -67,7 +67,7 @@ def test_steps_that_are_counted_have_a_rate_and_a_time_left(
             progress(done, 4)
     assert [row for row in text.getvalue().splitlines() if " of " in row] == [
         "  distil: 15,360 of 51,200 tokens (30%)",
-        "  distil: 46,080 of 51,200 tokens (90%), 384 tokens/s, 0.2 min left",
+        "  distil: 46,080 of 51,200 tokens (90%), 384 tokens/s, 13 s left",
         "  distil: 1 of 4 rows (25%), 0 rows/s, 3.0 min left",
     ]
 

@@ -49,7 +49,7 @@ search:
   random_control: false
   seeds: {{methods: [all_full, all_gdn, causal], fa_shares: [0.5]}}
 cost: {{context: 256}}
-distill: {{batch_tokens: 96, learning_rate: 1e-2}}
+distill: {{batch_tokens: 96, learning_rate: 1e-2, teacher_logits: mean_row}}
 execution: {{executor: serial}}
 """
 LONG = (
@@ -316,6 +316,12 @@ def test_fields_without_effect_are_named(run: Path, tmp_path: Path) -> None:
     assert "warning: distill.cache_gib is ignored" in output
     assert "warning: distill.replay is ignored: the teacher is on the CPU" in output
     assert "warning" not in call(*options)[1]
+    # Half of the tokens are prompts; the text has 24 rows of 96.
+    assert "gone over" not in call(*options)[1]
+    long = (run, "--knee", "--tokens", "9600", "--dry-run")
+    assert (
+        "tokens of distillation at 0.01; the text is gone over 2.1 times" in call(*long, sets=())[1]
+    )
     assert not (tmp_path / "to").exists()
     assert (
         "distill.learning_rate is ignored: --tokens is 0"
@@ -400,6 +406,14 @@ def test_faults_of_the_machine_are_status_3(
     def too_large(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
 
+    def no_room(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "write_json", no_room)
+        status, output = call(*options)
+    assert status == 3
+    assert output.splitlines()[-1].endswith("to: cannot be written to (No space left on device)")
     with monkeypatch.context() as patch:
         patch.setattr(StudentLoss, "__call__", too_large)
         status, output = call(*options)
