@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +12,11 @@ import numpy as np
 
 from .candidates import check_choice, choose
 from .config import RunConfig
-from .configfile import load_config
 from .data.corpora import Packed
 from .errors import ConfigError
 from .evaluation.harness import check_harness_package
 from .export import check_directory
-from .fidelity_plan import FACTOR, TRAINING_COST
+from .fidelity_plan import TRAINING_COST
 from .footprint import checkpoint_bytes, teacher_bytes
 from .headmap import HeadMap, ModelShape, Operator
 from .ignored import ignored_in_training
@@ -29,16 +27,18 @@ from .plan import Speed, duration, evaluation_tokens, matmul_rate
 from .rundir import RunDir, differences
 from .search.trial import RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
 from .stages import check_supernet
+from .train_settings import (
+    digest_of,
+    field_of,
+    read_settings,
+    settings_of,
+    whole_batches,
+)
 from .training.long_rows import long_text
 
 TRAINING_FILE = "training.json"
 FOLDER = "train"
 """In a run directory: a folder for each training that is given none."""
-SETTABLE = ("distill", "long_context", "student", "probes", "harness", "kernels", "teacher.device")
-"""Sections and fields of the run's config that --set may change: what they say is for the student alone."""
-BY_THE_WAY = ("cache_gib", "checkpointing", "replay", "teacher_logits")
-"""Fields of a training section that its result does not depend on, but for teacher_logits topk."""
-MANY_TOKENS = 10**15
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def plan_training(
     text_tokens = _text_tokens(run_dir, config)
     if text_tokens:
         check_rows(config, run_dir)
-    settings = _settings(run_dir, config, head_map, tokens)
-    directory = to or run_dir / FOLDER / _digest(settings)
+    settings = settings_of(run_dir, config, head_map, tokens)
+    directory = to or run_dir / FOLDER / digest_of(settings)
     plan = TrainPlan(
         config,
         point,
@@ -150,65 +150,12 @@ def plan_training(
         directory.absolute(),
         settings,
         text_tokens,
-        tuple(ignored_in_training(config, [_field(override) for override in overrides])),
+        tuple(ignored_in_training(config, [field_of(override) for override in overrides])),
         0.0,
         _disk_bytes(config, info),
     )
     check_place(plan)
     return replace(plan, seconds=_seconds(plan, info))
-
-
-def read_settings(run_dir: RunDir, tokens: int | None, overrides: Sequence[str]) -> RunConfig:
-    """The run's config as a training reads it, its tokens of distillation as the one proxy.
-
-    Raises ConfigError for overrides of other sections, and tokens that are too few.
-    """
-    own = run_dir.load_config()
-    for override in overrides:
-        name = _field(override)
-        if name != "teacher.device" and name.partition(".")[0] not in SETTABLE:
-            raise ConfigError(f"--set {override}: not allowed here; allowed: {', '.join(SETTABLE)}")
-    if tokens is None:
-        tokens = FACTOR * max(own.search.proxy_tokens)
-        if not tokens:
-            raise ConfigError("--tokens: the run has no proxy with tokens to go by; name a number")
-    if tokens < 0:
-        raise ConfigError(f"--tokens {tokens}: allowed: 0 or more")
-    # Nothing is asked of what only a search reads, and whether the tokens suffice is said below.
-    implied = [f"search={{proxy_tokens: [{MANY_TOKENS}]}}"]
-    if own.distill.teacher_logits != "topk":
-        # One form is as good as another where nothing is kept, and this one goes with every other field.
-        implied.append("distill.teacher_logits=exact")
-    config = load_config(run_dir / "config.json", [*implied, *overrides])
-    config, full = with_tokens(config, tokens), config.student.full
-    if not full.rope and whole_batches(config) < full.rope_fade_tokens:
-        raise ConfigError(
-            f"--tokens {tokens}: student.full.rope: false takes rope_fade_tokens ({full.rope_fade_tokens}) of "
-            "distillation, in whole batches; allowed: as many or more"
-        )
-    return config
-
-
-def with_tokens(config: RunConfig, tokens: int) -> RunConfig:
-    """The config with so many tokens as its one proxy."""
-    search = config.search.model_copy(update={"proxy_tokens": (tokens,)})
-    return config.model_copy(update={"search": search})
-
-
-def whole_batches(config: RunConfig) -> int:
-    """The tokens of distillation in whole batches, one at least; none where none are asked for."""
-    (tokens,) = config.search.proxy_tokens
-    size = batch_tokens(config.distill.batch_tokens, config.data.sequence_length)
-    return size * max(1, round(tokens / size)) if tokens else 0
-
-
-def batch_tokens(most: int, length: int) -> int:
-    """Tokens of a batch of whole rows, one at least."""
-    return length * max(1, most // length)
-
-
-def _field(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 def check_place(plan: TrainPlan) -> None:
@@ -298,35 +245,6 @@ def _text_tokens(run_dir: RunDir, config: RunConfig) -> int:
     if any(not (run_dir / name).exists() for name in names):
         return 0
     return int(np.load(run_dir / TRAIN_FILE, mmap_mode="r").size)
-
-
-def _settings(run_dir: RunDir, config: RunConfig, head_map: HeadMap, tokens: int) -> dict[str, Any]:
-    distill, long = config.distill, config.long_context
-    with (run_dir / SUPERNET_FILE).open("rb") as file:
-        supernet = hashlib.file_digest(file, "sha256").hexdigest()
-    by_layer = ("layers", "window", "slots")
-    return {
-        "run": config.name,
-        "seed": config.seed,
-        "teacher": {"source": config.teacher.source, "dtype": config.teacher.dtype},
-        "supernet_sha256": supernet,
-        "head_map": {name: head_map.to_json()[name] for name in by_layer},
-        "tokens": tokens,
-        "niah_share": config.data.niah_share,
-        "distill": distill.model_dump(mode="json", exclude={*BY_THE_WAY})
-        | {"top_k": distill.top_k if distill.teacher_logits == "topk" else None},
-        "full": config.student.full.model_dump(mode="json"),
-        "long_context": long.model_dump(mode="json", exclude={*BY_THE_WAY})
-        if long.tokens
-        else None,
-        "probes": config.probes.model_dump(mode="json"),
-        "harness": config.harness.model_dump(mode="json"),
-    }
-
-
-def _digest(settings: dict[str, Any]) -> str:
-    text = json.dumps(settings, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def _disk_bytes(config: RunConfig, info: TeacherInfo) -> int:

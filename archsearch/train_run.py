@@ -29,7 +29,8 @@ from .search.space import analytic_costs
 from .search.trial import STARTS_FILE, TRAIN_FILE, TrialWorker
 from .stages import RunContext
 from .texts import write_heldout, write_training
-from .train_plan import TRAINING_FILE, TrainPlan, batch_tokens, check_place, check_rows, with_tokens
+from .train_plan import TRAINING_FILE, TrainPlan, check_place, check_rows
+from .train_settings import batch_tokens, with_tokens
 from .training.distill import Distillation
 from .training.kept import Keeper, distill_kept
 from .training.long_rows import long_batches
