@@ -14,6 +14,7 @@ from ..execution.choice import open_executor
 from ..headmap import HeadMap, ModelShape
 from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
+from .bounds import broken_bound
 from .front import CONTROL, Candidate
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
 from .promotion import Promotion, Pruned, promote, promote_fronts
@@ -22,8 +23,8 @@ from .proposals.choice import make_proposals
 from .retention import baseline_seeds, measure_retention
 from .rung import Job, Rung, Say
 from .samplers import derive_seed, quiet_optuna
-from .seeds import ScoreTables, needed_by_seeds, seeds_of_search
-from .space import SPACE_SCORES, check_constraints, random_map
+from .seeds import ScoreTables, Seed, needed_by_seeds, seeds_of_search
+from .space import SPACE_SCORES, check_constraints, full_head_range, random_map
 from .stopping import (
     Clock,
     Limit,
@@ -39,6 +40,8 @@ from .study import SECONDS, STOPPED, RungStudy, open_storage, open_study, study_
 __all__ = ["SearchOutcome", "needed_scores", "run_search"]
 
 _log = logging.getLogger(__name__)
+
+_ENDS = ("all_full", "all_gdn")
 
 
 def run_search(
@@ -130,7 +133,8 @@ class _Search:
         search = config.search
         name = study_name(config, search.proxy_tokens[0])
         self._proposals: Proposals = make_proposals(config, shape, scores, name)
-        self._seeds = seeds_of_search(shape, scores, search, config.seed, config.cost)
+        seeds = seeds_of_search(shape, scores, search, config.seed, config.cost)
+        self._seeds = _within_bounds(config, seeds, say)
         if len(self._seeds) > search.trials:
             left_out = len(self._seeds) - search.trials
             say(f"search.trials {search.trials} leaves no room for the last {left_out} seeds")
@@ -161,7 +165,7 @@ class _Search:
         search += [Job(number) for number in range(len(search), trials)]
         if not self._config.search.random_control:
             return [_Group(search)]
-        maps = _random_maps(self._shape, self._config.seed, trials)
+        maps = _random_maps(self._shape, self._config, trials)
         control = [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
         return [_Group(search), _Group(control, control=True)]
 
@@ -263,14 +267,30 @@ def _repeats(candidates: Sequence[Candidate]) -> list[Job]:
     return [Job(c.candidate, c.head_map, c.source, c.also) for c in candidates]
 
 
-def _random_maps(shape: ModelShape, seed: int, count: int) -> list[HeadMap]:
-    """Different random maps, the same first ones whatever the count; fewer where there are no more."""
+def _within_bounds(config: RunConfig, seeds: Sequence[Seed], say: Say) -> list[Seed]:
+    """The seeds that meet every bound on a cost; the two ends stay, as what all others are compared with."""
+    kept, left_out = [], []
+    for seed in seeds:
+        broken = broken_bound(seed.head_map, config.search.constraints, config.cost)
+        if broken is None or seed.method in _ENDS:
+            kept.append(seed)
+        else:
+            left_out.append(f"{seed.method} ({broken})")
+    if left_out:
+        say(f"seeds left out, outside search.constraints: {', '.join(left_out)}")
+    return kept
+
+
+def _random_maps(shape: ModelShape, config: RunConfig, count: int) -> list[HeadMap]:
+    """Different random maps within the bounds on costs, the same first ones whatever the count; fewer where there are no more."""
     found: dict[HeadMap, None] = {}
+    bounds = config.search.constraints
+    low, high = full_head_range(bounds, shape)
     for number in range(count):
-        rng = Random(derive_seed(seed, CONTROL, number))
+        rng = Random(derive_seed(config.seed, CONTROL, number))
         for _ in range(64):
-            head_map = random_map(shape, rng, 0, shape.total_heads)
-            if head_map not in found:
+            head_map = random_map(shape, rng, low, high)
+            if head_map not in found and broken_bound(head_map, bounds, config.cost) is None:
                 found[head_map] = None
                 break
     return list(found)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ..config import HalvingConfig, SearchConfig
 from ..metrics import COSTS
+from .bounds import broken_by
 from .front import Candidate, Fronts, Scale
-from .space import violation
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,12 @@ def halve(
     always: Sequence[Candidate] = (),
 ) -> Promotion:
     """options.keep of the candidates, options.floor of each cost band at the least, and beyond these always."""
-    too_costly = {c.candidate: reason for c in candidates if (reason := _too_costly(config, c))}
+    bounds = [bound for bound in config.constraints if bound.metric in COSTS]
+    too_costly = {
+        c.candidate: f"outside search.constraints: {reason}"
+        for c in candidates
+        if (reason := broken_by(c.metrics, bounds))
+    }
     judged = [c for c in candidates if c.candidate not in too_costly]
     ranks, bands = pareto_ranks(scale, judged), cost_bands(config, judged, options.bands)
     count = math.ceil(options.keep * len(judged) - 1e-9)
@@ -176,12 +181,3 @@ def cost_bands(config: SearchConfig, candidates: Sequence[Candidate], count: int
     # Quantiles that coincide would leave bands without anyone.
     places = np.unique(np.searchsorted(edges, values, side="left"), return_inverse=True)[1]
     return {c.candidate: int(place) for c, place in zip(candidates, places, strict=True)}
-
-
-def _too_costly(config: SearchConfig, candidate: Candidate) -> str | None:
-    """Why no training can bring a candidate within the bounds on costs; None where it is."""
-    for bound in config.constraints:
-        value = candidate.metrics.get(bound.metric)
-        if bound.metric in COSTS and value is not None and violation(bound, value) > 0:
-            return f"outside search.constraints: {bound.metric} {value:.6g}"
-    return None

@@ -99,11 +99,11 @@ class TrialResult:
     status: TrialStatus
     reason: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Lower and upper end of those metrics that have a confidence interval."""
     tokens: int = 0
     """Distillation tokens that were spent."""
     seconds: float = 0.0
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Lower and upper end of those metrics that have a confidence interval."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON data."""

@@ -18,6 +18,7 @@ from ..config import RunConfig
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY, Executor, Outcome
 from ..headmap import HeadMap
 from ..rundir import RunDir
+from .bounds import broken_bound
 from .front import SEARCH
 from .proposals.base import Evaluated, Proposals
 from .records import TrialResult, TrialSpec, measured_metrics, trained_path
@@ -98,6 +99,7 @@ class Rung:
         self._open: dict[int, tuple[OpenTrial, Job]] = {}
         self._history: list[Evaluated] = []
         self._busy = {job.candidate: job.head_map for job in jobs if job.head_map}
+        self._known = {head_map.layers for head_map in self._busy.values()}
 
     def run(self) -> None:
         """Returns once every candidate has a result or has failed for good, or is left out by the limit."""
@@ -124,6 +126,7 @@ class Rung:
                 self._todo.append(job)
                 continue
             self._busy[candidate] = self._records.head_map(tries[-1])
+            self._known.add(self._busy[candidate].layers)
             if any(t.state != TrialState.FAIL for t in tries) or not self._may_retry(tries):
                 self._over(self._records.evaluated(tries))
             else:
@@ -189,12 +192,17 @@ class Rung:
         if job.head_map is None:
             assert proposals is not None
             chosen = proposals.propose(job.candidate, self._history, list(self._busy.values()))
+            bounds = (self._config.search.constraints, self._config.cost)
+            assert broken_bound(chosen.head_map, *bounds) is None, "proposed outside the bounds"
+            assert chosen.head_map.layers not in self._known, "proposed a second time"
             job = replace(job, head_map=chosen.head_map, params=chosen.params, attrs=chosen.attrs)
             self._busy[job.candidate] = chosen.head_map
         elif proposals is not None and not job.params:
             job = replace(job, params=proposals.describe(job.head_map))
         known = proposals.distributions if proposals is not None else {}
         params = {name: value for name, value in job.params.items() if name in known}
+        assert job.head_map is not None
+        self._known.add(job.head_map.layers)
         return self._records.begin(self._attributes(job), params, known), job
 
     def _attributes(self, job: Job) -> dict[str, Any]:
@@ -245,15 +253,16 @@ class Rung:
         verdict = judge(outcome, self._metrics)
         if isinstance(outcome.result, TrialResult):
             result = outcome.result
-            self._records.note(trial, seconds=result.seconds, tokens=result.tokens)
+            spent = {"seconds": result.seconds, "tokens": result.tokens}
+            self._records.note(trial, spent=spent)
             if result.intervals:
                 self._records.note(trial, intervals=result.intervals)
         if verdict.reason is None:
-            self._complete(trial, verdict)
+            self._complete(trial, job, verdict)
         else:
             self._fail(trial, job, verdict)
 
-    def _complete(self, trial: OpenTrial, verdict: Verdict) -> None:
+    def _complete(self, trial: OpenTrial, job: Job, verdict: Verdict) -> None:
         search, metrics = self._config.search, verdict.metrics
         self._records.note(trial, metrics=dict(metrics))
         violations = [violation(bound, metrics[bound.metric]) for bound in search.constraints]
@@ -262,7 +271,18 @@ class Rung:
             self._records.note_violations(trial, names, violations)
         values = [metrics[objective.metric] for objective in search.objectives]
         self._records.end(trial, TrialState.COMPLETE, values)
-        self._over(self._records.evaluated([self._records.trial(trial)]))
+        # What a later call will read of it.
+        assert job.head_map is not None
+        self._over(
+            Evaluated(
+                job.candidate,
+                job.head_map,
+                tuple(values),
+                tuple(violations),
+                trial.params,
+                trial.attributes,
+            )
+        )
 
     def _fail(self, trial: OpenTrial, job: Job, verdict: Verdict) -> None:
         assert verdict.reason is not None

@@ -51,10 +51,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class OpenTrial:
-    """A trial that runs."""
+    """A trial that runs, with what is written of it so far."""
 
     trial_id: int
     number: int
+    params: Mapping[str, Any]
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class RungStudy:
 
     def tokens(self) -> int:
         """Distillation tokens of all trials."""
-        return sum(trial.user_attrs.get("tokens", 0) for trial in self.trials())
+        return sum(trial.user_attrs.get("spent", {}).get("tokens", 0) for trial in self.trials())
 
     def mark_pruned(self, pruned: Sequence[Pruned], tokens: int) -> None:
         """Writes down who does not get as far as this study, tokens being those of the one before.
@@ -262,26 +264,25 @@ class RungStudy:
         )
         storage = self.study._storage
         trial_id = storage.create_new_trial(self.study._study_id, template)
-        return OpenTrial(trial_id, storage.get_trial_number_from_id(trial_id))
+        number = storage.get_trial_number_from_id(trial_id)
+        return OpenTrial(trial_id, number, dict(params), dict(attributes))
 
     def note(self, trial: OpenTrial, **attributes: Any) -> None:
         """Adds user attributes to a trial that runs."""
         for name, value in attributes.items():
             self.study._storage.set_trial_user_attr(trial.trial_id, name, value)
+        trial.attributes.update(attributes)
 
     def note_violations(self, trial: OpenTrial, names: list[str], values: list[float]) -> None:
         """Adds the values of the constraints, for us and for Optuna's dashboard."""
         record_violations(optuna.trial.Trial(self.study, trial.trial_id), names, values)
+        trial.attributes[VIOLATIONS] = values
 
     def end(
         self, trial: OpenTrial, state: TrialState, values: Sequence[float] | None = None
     ) -> None:
         """Ends a trial; what it is about has to be noted before."""
         self.study._storage.set_trial_state_values(trial.trial_id, state, values)
-
-    def trial(self, trial: OpenTrial) -> FrozenTrial:
-        """What is written of a trial."""
-        return self.study._storage.get_trial(trial.trial_id)
 
     def evaluated(self, tries: Sequence[FrozenTrial]) -> Evaluated:
         """What the tries of a candidate whose evaluation is over came to."""

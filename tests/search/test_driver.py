@@ -322,6 +322,62 @@ def test_constraints_keep_maps_off_the_front_and_out_of_the_search(tmp_path: Pat
         assert point.metrics["fa_share"] <= 0.5
 
 
+BOUNDS = [
+    [{"metric": "fa_share", "max": 0.25}],
+    [{"metric": "cache_bytes", "max": 9_000_000}],
+    [{"metric": "fa_share", "min": 0.2, "max": 0.6}, {"metric": "cache_bytes", "max": 12_000_000}],
+]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("objectives", [1, 2, 3])
+def test_bounds_on_costs_are_met_before_anything_is_evaluated(
+    tmp_path: Path, bounds: list[dict[str, Any]], objectives: int
+) -> None:
+    goals = [
+        {"metric": "kl", "direction": "minimize"},
+        {"metric": "cache_bytes", "direction": "minimize"},
+        {"metric": "niah_multikey_match", "direction": "maximize"},
+    ][:objectives]
+    seeds = {"methods": ["all_full", "causal", "random"], "fa_shares": [0.75, 0.25]}
+    said: list[str] = []
+    outcome = fake_search(
+        fake_config(constraints=bounds, objectives=goals, seeds=seeds, random_control=True),
+        tmp_path,
+        said=said,
+    )
+    for candidate in (*outcome.rungs[0].search, *outcome.rungs[0].control):
+        if candidate.source != "all_full":
+            assert candidate.feasible
+            for bound in bounds:
+                value = candidate.metrics[bound["metric"]]
+                assert bound.get("min", 0) <= value <= bound["max"]
+    assert len(outcome.rungs[0].search) == 8
+    assert outcome.rungs[0].control
+    assert outcome.fronts.points
+    (line,) = said
+    assert line.startswith("seeds left out, outside search.constraints: causal (")
+    assert line.count("random (") >= 1
+
+
+def test_a_proposal_that_is_known_or_too_costly_is_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from archsearch.search.proposals.base import Proposal
+    from archsearch.search.proposals.ranked import RankedProposals
+
+    def again(self: Any, candidate: int, history: Any, busy: Any) -> Proposal:
+        return Proposal(history[0].head_map)
+
+    monkeypatch.setattr(RankedProposals, "propose", again)
+    with pytest.raises(AssertionError, match="proposed a second time"):
+        fake_search(fake_config(), tmp_path / "a")
+    limits = [{"metric": "fa_share", "max": 0.5}]
+    with pytest.raises(AssertionError, match="proposed outside the bounds"):
+        fake_search(fake_config(constraints=limits), tmp_path / "b")
+    assert {trial.user_attrs["candidate"] for trial in trials_of(tmp_path / "a")} == {0, 1, 2, 3}
+
+
 def test_more_trials_than_seeds_leave_room_for_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     outcome = fake_search(fake_config(trials=3), tmp_path, said=said)
