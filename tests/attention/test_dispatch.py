@@ -83,6 +83,7 @@ def test_a_choice_is_logged_once_with_reasons(caplog: pytest.LogCaptureFixture) 
 def test_a_slow_backend_on_a_gpu_is_warned_of_unless_it_was_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.WARNING, backends.__name__)  # a command may have asked for more
     operator = Operator("fake", "Fake", "HYDRAHEAD_FAKE_BACKEND", fake().backends[2:])
     operator.choose(ON_GPU)
     operator.choose(replace(ON_GPU, purpose=STEP))
