@@ -15,7 +15,7 @@ Shapes: N maps, M measured maps, L layers, H query heads, G KV heads, F features
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -173,9 +173,8 @@ class _Likelihood:
         for part in PARTS:
             scales = np.exp(list(now.scales[part].values()))
             squares = sum(a * r for a, r in zip(scales, self._squares[part], strict=True))
-            kernels[part], slopes[part] = (
-                np.exp(now.variances[part]) * k for k in _matern(squares)
-            )
+            variance = np.exp(now.variances[part])
+            kernels[part], slopes[part] = variance * matern(squares), variance * _slope(squares)
         noise = np.exp(now.noise)
         factor = cho_factor(
             kernels["coarse"] + kernels["fine"] + self._trend_NN + noise * np.eye(count), lower=True
@@ -202,7 +201,7 @@ class Process:
     def __init__(
         self, descriptor: Descriptor, maps: Described, figure_MK: Array, hyper: Hyperparameters
     ) -> None:
-        self._maps, self._hyper = maps, hyper
+        self.maps, self._hyper = maps, hyper
         self._weights = {part: hyper.weights(descriptor, part) for part in PARTS}
         self._norms = {part: getattr(maps, part) ** 2 @ self._weights[part] for part in PARTS}
         self._mean_K, deviation_K = figure_MK.mean(0), figure_MK.std(0)
@@ -212,9 +211,10 @@ class Process:
         self._factor = cho_factor(kernel_MM, lower=True, overwrite_a=True)
         self._alpha_MK = cho_solve(self._factor, (figure_MK - self._mean_K) / self._deviation_K)
 
-    def predict(self, maps: Described) -> Array:
-        """The expected figures of maps, [N, K]."""
-        figure_NK: Array = self._kernel(maps) @ self._alpha_MK * self._deviation_K + self._mean_K
+    def predict(self, maps: Described, products: Mapping[str, Array] | None = None) -> Array:
+        """The expected figures of maps, [N, K]. products: those of predict_together, where they are known."""
+        alpha_MK, deviation_K = self._alpha_MK, self._deviation_K
+        figure_NK: Array = self._kernel(maps, products) @ alpha_MK * deviation_K + self._mean_K
         return figure_NK
 
     def deviation(self, maps: Described) -> Array:
@@ -226,15 +226,37 @@ class Process:
         deviation_N: Array = np.sqrt(variance_N) * self._deviation_K[0]
         return deviation_N
 
-    def _kernel(self, maps: Described) -> Array:
+    def weighted(self, maps: Described, part: str) -> Array:
+        """Features of a part times -2 w_f, [N, F]."""
+        weighted_NF: Array = getattr(maps, part) * (-2 * self._weights[part])
+        return weighted_NF
+
+    def _kernel(self, maps: Described, products: Mapping[str, Array] | None = None) -> Array:
         """Covariances with the measured maps, [N, M]."""
-        found: Array = TREND_VARIANCE * maps.trend @ self._maps.trend.T
+        found: Array = TREND_VARIANCE * maps.trend @ self.maps.trend.T
         for part in PARTS:
             weight_F, x_NF = self._weights[part], getattr(maps, part)
-            squares = (x_NF * (-2 * weight_F)) @ getattr(self._maps, part).T
-            squares += (x_NF**2 @ weight_F)[:, None] + self._norms[part]
-            found += np.exp(self._hyper.variances[part]) * _matern(squares)[0]
+            squares = (
+                self.weighted(maps, part) @ getattr(self.maps, part).T
+                if products is None
+                else products[part]
+            )
+            squares = squares + (x_NF**2 @ weight_F)[:, None] + self._norms[part]
+            found += np.exp(self._hyper.variances[part]) * matern(squares)
         return found
+
+
+def predict_together(processes: Sequence[Process], maps: Described) -> list[Array]:
+    """What processes of the same measured maps say of others, [N, K] each, reading the measured ones once for all of them."""
+    products = {}
+    for part in PARTS:
+        rows = np.vstack([process.weighted(maps, part) for process in processes])
+        measured_MF = getattr(processes[0].maps, part)
+        products[part] = np.split(rows @ measured_MF.T, len(processes))
+    return [
+        process.predict(maps, {part: products[part][place] for part in PARTS})
+        for place, process in enumerate(processes)
+    ]
 
 
 def squared_distances(x_NF: Array, y_MF: Array, weight_F: Array) -> Array:
@@ -244,8 +266,15 @@ def squared_distances(x_NF: Array, y_MF: Array, weight_F: Array) -> Array:
     return found.clip(0)
 
 
-def _matern(squares: Array) -> tuple[Array, Array]:
-    """The Matern 5/2 kernel at squared distances, and its slope in them."""
+def matern(squares: Array) -> Array:
+    """The Matern 5/2 kernel at squared distances."""
     root = np.sqrt(5 * squares.clip(0))
-    falling = np.exp(-root)
-    return (1 + root + root**2 / 3) * falling, -5 / 6 * (1 + root) * falling
+    found: Array = (1 + root + root**2 / 3) * np.exp(-root)
+    return found
+
+
+def _slope(squares: Array) -> Array:
+    """Its derivative by the squared distance."""
+    root = np.sqrt(5 * squares.clip(0))
+    found: Array = -5 / 6 * (1 + root) * np.exp(-root)
+    return found

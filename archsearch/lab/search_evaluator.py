@@ -30,7 +30,7 @@ from ..rundir import RunDir, score_file
 from ..search.records import TrialResult, TrialSpec
 from ..search.seeds import ScoreTables, read_scores
 from ..search.space import analytic_costs
-from .map_process import Array, Descriptor, Hyperparameters, Process
+from .map_process import Array, Descriptor, Hyperparameters, Process, predict_together
 from .map_table import MapTable, digest_of
 from .map_validation import (
     BEST,
@@ -93,8 +93,9 @@ class SearchEvaluator:
         """Every figure that was measured, and the costs. Losses are 0 at least, shares between 0 and 1."""
         maps = self.descriptor.describe(bits_of(head_map)[None])
         found: dict[str, float] = {}
-        for names, process in self._processes.values():
-            for name, value in zip(names, process.predict(maps)[0].tolist(), strict=True):
+        names_of, processes = zip(*self._processes.values(), strict=True)
+        for names, figure_1K in zip(names_of, predict_together(processes, maps), strict=True):
+            for name, value in zip(names, figure_1K[0].tolist(), strict=True):
                 found[name] = (
                     max(0.0, float(np.exp(value)) - OFFSET)
                     if is_loss(name)

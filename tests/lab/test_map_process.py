@@ -11,8 +11,9 @@ from archsearch.lab.map_process import (
     Hyperparameters,
     Process,
     _Likelihood,
-    _matern,
     fit,
+    matern,
+    predict_together,
     squared_distances,
 )
 from archsearch.lab.map_validation import (
@@ -57,13 +58,20 @@ def test_process_against_the_plain_formula() -> None:
         x_NF, weight_F = getattr(maps, part), hyper.weights(subject.descriptor, part)
         squares = (((x_NF[:, None] - x_NF[None]) ** 2) * weight_F).sum(-1)
         np.testing.assert_allclose(squares, squared_distances(x_NF, x_NF, weight_F), atol=1e-9)
-        cover += np.exp(hyper.variances[part]) * _matern(squares)[0]
+        cover += np.exp(hyper.variances[part]) * matern(squares)
     mean_K, std_K = figure_NK[known].mean(0), figure_NK[known].std(0)
     inverse = np.linalg.inv(cover[:40, :40] + np.exp(hyper.noise) * np.eye(40))
     expected = cover[40:, :40] @ inverse @ ((figure_NK[known] - mean_K) / std_K) * std_K + mean_K
     left = np.diag(cover[40:, 40:] - cover[40:, :40] @ inverse @ cover[:40, 40:])
     process = Process(subject.descriptor, maps[known], figure_NK[known], hyper)
     np.testing.assert_allclose(process.predict(maps[others]), expected, atol=1e-6)
+    other = Process(
+        subject.descriptor, maps[known], figure_NK[known] * 3, hyper.like(hyper.flat() / 2)
+    )
+    for alone, together in zip(
+        (process, other), predict_together([process, other], maps[others]), strict=True
+    ):
+        np.testing.assert_allclose(together, alone.predict(maps[others]), atol=1e-9)
     np.testing.assert_allclose(process.deviation(maps[others]), np.sqrt(left) * std_K[0], rtol=1e-4)
 
 
