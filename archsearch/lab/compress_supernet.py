@@ -12,7 +12,6 @@ for multi-key retrieval.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from ..training.loop import Plan, TrainingState, train
 from ..training.lowrank import bake, restrict
 from ..training.taps import visit_layers
 from ..training.twin_error import measure_twins
+from .entry import add_run, run_script, script_parser
 from .records import LabBook
 
 SHARES = (0.25, 0.125)
@@ -60,9 +60,10 @@ class Bench:
     @classmethod
     def open(cls, run: Path, device: str) -> Bench:
         """Loads a finished run's config, teacher, scores and held-out tokens."""
-        data = json.loads((run / "config.json").read_text())
-        data["teacher"]["device"] = device
-        config = RunConfig.model_validate(data)
+        RunDir(run).require_search("heldout.npy")
+        config = RunDir(run).load_config()
+        placed = config.teacher.model_copy(update={"device": device})
+        config = config.model_copy(update={"teacher": placed})
         teacher = load_teacher(config.teacher)
         wanted = SeedConfig(methods=METHODS, fa_shares=SHARES)
         tables = read_scores(RunDir(run), needed_by_seeds(wanted))
@@ -155,36 +156,44 @@ def recover(bench: Bench, supernet: Supernet, rank: int, tokens: int) -> None:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--forms", nargs="+", default=["24x8", "48x4"])
-    parser.add_argument("--recover-tokens", type=int, default=1_000_000)
-    parser.add_argument("--max-bytes", type=int, default=4_000_000)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--figures", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = script_parser(__doc__)
+    add_run(parser)
+    parser.add_argument(
+        "--forms", nargs="+", default=["24x8", "48x4"], help="RANKxBITS of each form that is tried"
+    )
+    parser.add_argument(
+        "--recover-tokens",
+        type=int,
+        default=1_000_000,
+        help="of training after the cut; 0 leaves it out",
+    )
+    parser.add_argument(
+        "--max-bytes", type=int, default=4_000_000, help="most that the kept file may take"
+    )
+    parser.add_argument("--to", type=Path, required=True, help="where the best form goes")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
     bench = Bench.open(args.run, args.device)
     book = LabBook(bench.config.seed)
     full = Supernet.load(args.run / "supernet.safetensors", bench.teacher)
     whole = bench.kl_by_map(full)
-    for name, kl in whole.items():
-        book.add(f"held-out KL, {name}, full-rank supernet", kl, "nats/token")
-    for name, match in bench.random_retrieval(full).items():
-        book.add(f"multi-key exact match, {name}, full-rank supernet", match, "share")
-    grams = input_grams(bench, 65_536)
-    best: tuple[float, Path] | None = None
-    for form in args.forms:
-        excess, path = _make_form(bench, args, form, grams, whole, book)
-        small = path.stat().st_size <= args.max_bytes
-        if small and (best is None or excess < best[0]):
-            best = (excess, path)
-    if best is not None:
-        best[1].replace(args.to)
-        stored = Supernet.load(args.to, bench.teacher)
-        for name, match in bench.random_retrieval(stored).items():
-            book.add(f"multi-key exact match, {name}, stored supernet", match, "share")
-    book.write(args.figures)
+    with book.kept(args.figures):
+        for name, kl in whole.items():
+            book.add(f"held-out KL, {name}, full-rank supernet", kl, "nats/token")
+        for name, match in bench.random_retrieval(full).items():
+            book.add(f"multi-key exact match, {name}, full-rank supernet", match, "share")
+        grams = input_grams(bench, 65_536)
+        best: tuple[float, Path] | None = None
+        for form in args.forms:
+            excess, path = _make_form(bench, args, form, grams, whole, book)
+            small = path.stat().st_size <= args.max_bytes
+            if small and (best is None or excess < best[0]):
+                best = (excess, path)
+        if best is not None:
+            best[1].replace(args.to)
+            stored = Supernet.load(args.to, bench.teacher)
+            for name, match in bench.random_retrieval(stored).items():
+                book.add(f"multi-key exact match, {name}, stored supernet", match, "share")
 
 
 def _make_form(
@@ -224,4 +233,4 @@ def _make_form(
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

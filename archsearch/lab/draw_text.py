@@ -5,7 +5,6 @@ python -m archsearch.lab.draw_text search_spaces/tiny.yaml --sequences 512 --len
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,17 @@ import numpy as np
 from ..configfile import load_config
 from ..data.sampling import draw_tokens
 from ..models.teacher import load_teacher
+from .entry import add_config, run_script, script_parser
 
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--sequences", type=int, required=True)
-    parser.add_argument("--length", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--to", type=Path, required=True)
+    parser = script_parser(__doc__, figures=False)
+    add_config(parser)
+    parser.add_argument("--sequences", type=int, required=True, help="how many")
+    parser.add_argument("--length", type=int, required=True, help="tokens of each")
+    parser.add_argument("--seed", type=int, required=True, help="of the draws")
+    parser.add_argument("--to", type=Path, required=True, help="an .npy file")
     args = parser.parse_args()
     teacher = load_teacher(load_config(args.config, args.overrides).teacher)
     tokens = draw_tokens(
@@ -38,4 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -11,7 +11,6 @@ Several processes may share the cases (--cases) and a file of figures: each repl
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -57,6 +56,7 @@ from ..training.longcontext import tune_long_context
 from ..training.readings import distill_with_readings
 from ..training.teacher_logits import TeacherLogits
 from .bench_folder import read_config
+from .entry import add_overrides, add_run, run_script, script_parser
 from .records import LabBook
 
 AT_ONCE: dict[str, Any] = {"rope": False, "rope_fade_tokens": 0}
@@ -245,17 +245,32 @@ def print_table(bench: Bench) -> None:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser = script_parser(__doc__)
+    add_run(parser)
     parser.add_argument("--method", default="causal", help="a seed method")
-    parser.add_argument("--share", type=float, default=0.125)
-    parser.add_argument("--readings", type=int, nargs="+", default=[0, 500_000, 2_000_000])
-    parser.add_argument("--fade-tokens", type=int, default=400_000)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 16_384])
-    parser.add_argument("--long-tokens", type=int, default=0)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--figures", type=Path, required=True)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--share", type=float, default=0.125, help="of full-attention heads")
+    parser.add_argument(
+        "--readings",
+        type=int,
+        nargs="+",
+        default=[0, 500_000, 2_000_000],
+        help="tokens at which students are measured",
+    )
+    parser.add_argument("--fade-tokens", type=int, default=400_000, help="in which RoPE goes")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[1024, 8192, 16_384],
+        help="lengths of retrieval prompts",
+    )
+    parser.add_argument(
+        "--long-tokens", type=int, default=0, help="of tuning on long rows; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="branches to compare"
+    )
+    add_overrides(parser, "run's config")
     args = parser.parse_args()
     overrides = [f"long_context.tokens={args.long_tokens}", *args.overrides]
     bench = Bench.open(RunDir(args.run), args.method, args.share, args.contexts, overrides)
@@ -271,4 +286,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

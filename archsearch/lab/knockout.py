@@ -33,6 +33,7 @@ from ..search.seeds import ScoreTables, num_full_heads, read_scores, top_heads
 from ..search.trial import SUPERNET_FILE
 from ..stages import RunContext
 from .agreement import flat, rank_correlation
+from .entry import add_run, run_script, script_parser
 from .head_losses import ALL, MEASURES, WAYS, Bench, Heads, Key
 from .records import LabBook
 
@@ -175,13 +176,12 @@ def correlate(book: LabBook, runs: Sequence[Tables], names: Sequence[str]) -> No
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--share", type=float, default=0.05)
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--random", type=int, default=5)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--figures", type=Path, required=True)
+    parser = script_parser(__doc__)
+    add_run(parser, several=True)
+    parser.add_argument("--share", type=float, default=0.05, help="of all heads that are corrupted")
+    parser.add_argument("--pairs", type=int, default=8, help="of each sub-probe")
+    parser.add_argument("--random", type=int, default=5, help="random sets to compare with")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
     if args.random < 1:
         parser.error("--random: 1 set or more, since losses are told in times random's")
@@ -199,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

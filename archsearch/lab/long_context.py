@@ -39,6 +39,7 @@ from ..training.longcontext import tune_long_context
 from ..training.loop import StepHook
 from ..training.teacher_logits import TeacherLogits
 from .bench_folder import BenchFolder, read_config, read_shape
+from .entry import add_overrides, add_run, run_script, script_parser
 from .full_branch import CASES
 from .ledger import VALUES, Ledger
 from .records import LabBook
@@ -231,19 +232,19 @@ def open_bench(args: argparse.Namespace, deadline: float) -> Bench:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser = script_parser(__doc__, figures=False)
+    add_run(parser)
     parser.add_argument("--method", default="blend", help="a seed method")
-    parser.add_argument("--share", type=float, default=0.125)
+    parser.add_argument("--share", type=float, default=0.125, help="of full-attention heads")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="of distillation")
-    parser.add_argument("--fade-tokens", type=int, default=500_000)
-    parser.add_argument("--long-tokens", type=int, default=4_000_000)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, CONTROL])
+    parser.add_argument("--fade-tokens", type=int, default=500_000, help="in which RoPE goes")
+    parser.add_argument("--long-tokens", type=int, default=4_000_000, help="of tuning on long rows")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, CONTROL], help="students to compare")
     parser.add_argument("--folder", type=Path, help="RUN/long_context where not given")
     parser.add_argument("--ledger", type=Path, help="FOLDER/long_context.jsonl where not given")
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    parser.add_argument("--seconds", type=float, default=480.0)
-    parser.add_argument("--figures", type=Path)
+    add_overrides(parser, "run's config")
+    parser.add_argument("--seconds", type=float, default=480.0, help="most in all")
+    parser.add_argument("--figures", type=Path, help="JSON that they go to")
     args = parser.parse_args()
     bench = open_bench(args, time.time() + args.seconds)
     cases = args.cases or [*DEFAULT_CASES, CONTROL]
@@ -264,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -7,7 +7,6 @@ joins the figures of several processes, which each took some of the cases.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -15,12 +14,15 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, EnvironmentFault
+from .entry import run_script, script_parser
 
 COMMIT_VARIABLE = "ARCHSEARCH_COMMIT"
 """Names the commit of a source tree that is no checkout."""
@@ -88,10 +90,27 @@ class LabBook:
         row = {"metric": metric, "value": value, "unit": unit, "compared_to": compared_to}
         self.rows.append(row | facts | self._common)
 
+    @contextmanager
+    def kept(self, path: Path) -> Iterator[None]:
+        """Writes the figures that there are, if any, however the block ends."""
+        try:
+            yield
+        finally:
+            if self.rows:
+                self.write(path)
+
     def write(self, path: Path) -> None:
         """Writes the figures as a JSON list."""
+        write_records(self.rows, path)
+
+
+def write_records(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes records as a JSON list. Raises EnvironmentFault where the file cannot be written."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.rows, indent=1) + "\n")
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def join(parts: list[Path]) -> list[dict[str, Any]]:
@@ -101,7 +120,8 @@ def join(parts: list[Path]) -> list[dict[str, Any]]:
         try:
             found = json.loads(part.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{part}: cannot be read ({error})") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{part}: cannot be read ({reason})") from error
         if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
             raise ConfigError(f"{part}: no list of records")
         rows += found
@@ -110,11 +130,11 @@ def join(parts: list[Path]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__, figures=False)
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="files of figures")
     parser.add_argument("--to", type=Path, required=True, help="where they go together")
     args = parser.parse_args()
-    args.to.write_text(json.dumps(join(args.join), indent=1) + "\n")
+    write_records(join(args.join), args.to)
 
 
 def _module() -> list[str]:
@@ -123,4 +143,4 @@ def _module() -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

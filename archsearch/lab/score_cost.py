@@ -11,14 +11,12 @@ Legend: K heads at once, T tokens, A answer tokens, C hidden size, X = H * D.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from ..scoring.inputs import GIB
 from ..scoring.pairs import PairBatch
 from ..scoring.receivers import receiver_effects
 from ..scoring.senders import sender_effects
+from .entry import add_config, run_script, script_parser
 from .records import LabBook
 
 DECAY = 0.9
@@ -225,12 +224,12 @@ def measure_senders(
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--figures", type=Path, required=True)
+    parser = script_parser(__doc__)
+    add_config(parser)
+    parser.add_argument("--pairs", type=int, default=40, help="of prompts")
+    parser.add_argument(
+        "--check", action="store_true", help="compares with patched forwards in place of timing"
+    )
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     teacher = load_teacher(config.teacher)
@@ -249,16 +248,14 @@ def main() -> None:
         )
     ]
     book = LabBook(config.seed)
-    with torch.inference_mode():
+    with torch.inference_mode(), book.kept(args.figures):
         if args.check:
             check(teacher, probes, book, config.name)
         else:
             receivers_s = measure_receivers(teacher, probes, config, book)
-            book.write(args.figures)
             if config.scoring.sender_pairs:
                 measure_senders(teacher, probes, config, book, receivers_s)
-    book.write(args.figures)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,14 +12,12 @@ Legend: P pairs of a sub-probe, L layers, H query heads.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 from random import Random
 
 import torch
@@ -34,6 +32,7 @@ from ..scoring.pairs import draw_pairs
 from ..scoring.receivers import receiver_effects
 from ..search.seeds import Table, num_full_heads, top_heads
 from .agreement import AMONG_TOP, SHARED, WHOLE, Agreement, Bank, agreement, halves, tables_of
+from .entry import add_config, run_script, script_parser
 from .records import LabBook
 
 SIZES = (1, 2, 3, 4, 6, 8)
@@ -184,14 +183,25 @@ def no_supernet() -> Supernet:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--splits", type=int, default=10)
-    parser.add_argument("--senders", type=int, nargs="?", const=4, default=0)
-    parser.add_argument("--figures", type=Path, required=True)
+    parser = script_parser(__doc__)
+    add_config(parser)
+    parser.add_argument("--pairs", type=int, default=16, help="of each sub-probe")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[512, 1024, 2048],
+        help="lengths of retrieval pairs",
+    )
+    parser.add_argument("--splits", type=int, default=10, help="random halves")
+    parser.add_argument(
+        "--senders",
+        type=int,
+        nargs="?",
+        const=4,
+        default=0,
+        help="pairs of sender effects; 4 where no number is given",
+    )
     args = parser.parse_args()
     if args.pairs < 2:
         parser.error("--pairs: halves need 2 or more")
@@ -208,15 +218,14 @@ def main() -> None:
         pairs[context] = retrieval | general
         banks[context] = effects_of(teacher, retrieval, config.scoring) | general_bank
         print(f"receivers at {context}: {time.monotonic() - started:.1f} s", flush=True)
-    for context, bank in banks.items():
-        study.splits(bank, context, args.splits, config.seed)
-    study.contexts(banks)
-    book.write(args.figures)
-    if args.senders:
-        study.senders(pairs[args.contexts[0]], banks[args.contexts[0]], args.senders)
+    with book.kept(args.figures):
+        for context, bank in banks.items():
+            study.splits(bank, context, args.splits, config.seed)
+        study.contexts(banks)
+        if args.senders:
+            study.senders(pairs[args.contexts[0]], banks[args.contexts[0]], args.senders)
     print(f"all: {time.monotonic() - started:.1f} s", flush=True)
-    book.write(args.figures)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

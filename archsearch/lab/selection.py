@@ -31,6 +31,7 @@ from ..headmap import ModelShape
 from ..rundir import RunDir
 from ..search.seeds import read_scores
 from .bench_folder import BenchFolder, read_config, read_shape
+from .entry import add_overrides, add_run, run_script, script_parser
 from .ledger import VALUES, Ledger
 from .selection_maps import (
     CONTROL,
@@ -172,23 +173,25 @@ def lines_of(study: Study, name: str, stage: Stage, entries: Sequence[Entry]) ->
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser = script_parser(__doc__, figures=False)
+    add_run(parser)
+    parser.add_argument("--stage", choices=STAGES, required=True, help="what is trained")
     parser.add_argument("--folder", type=Path, help="RUN/selection where not given")
     parser.add_argument("--ledger", type=Path, help="FOLDER/readings.jsonl where not given")
     parser.add_argument("--only", nargs="+", choices=METHODS, help="selectors")
-    parser.add_argument("--units", nargs="+", choices=UNITS)
-    parser.add_argument("--shares", type=float, nargs="+")
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument(
+        "--units", nargs="+", choices=UNITS, help="single heads, KV groups or layers"
+    )
+    parser.add_argument("--shares", type=float, nargs="+", help="of full-attention heads")
+    parser.add_argument("--seeds", type=int, help="of random maps")
+    parser.add_argument("--seconds", type=float, default=480.0, help="most in all")
     parser.add_argument("--workers", type=int, default=1, help="processes, spread over the GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", help="readings, in place of the stage's")
     parser.add_argument("--tokens-before", type=int, nargs="+", help="those of the stages before")
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    parser.add_argument("--dry-run", action="store_true")
+    add_overrides(parser, "run's config")
+    parser.add_argument("--dry-run", action="store_true", help="only says what it takes")
     parser.add_argument("--rate", type=float, default=200_000, help="training tokens a second")
-    parser.add_argument("--figures", type=Path)
+    parser.add_argument("--figures", type=Path, help="JSON that they go to")
     return parser.parse_args()
 
 
@@ -281,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

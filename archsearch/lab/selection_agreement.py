@@ -8,7 +8,6 @@ the third with the lowest KL at the later reading of each share, the hard case. 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..fidelity.agreement import spearman
-from .records import LabBook
+from .entry import run_script, script_parser
+from .records import LabBook, join
 
 METRICS = ("kl", "kl_docs", "retrieval_nll")
 """KL on held-out text and on text that no model has drawn, and the mean NLL of what retrieval prompts ask for."""
@@ -74,11 +74,10 @@ def agree(
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("selection", type=Path, help="figures of archsearch.lab.selection")
-    parser.add_argument("--figures", type=Path, required=True, help="where the correlations go")
     args = parser.parse_args()
-    records = json.loads(args.selection.read_text())
+    records = join([args.selection])
     readings, shares = readings_of(records)
     tokens = sorted({count for each in readings.values() for count in each})
     if len(tokens) < 2:
@@ -105,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

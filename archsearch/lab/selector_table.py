@@ -9,10 +9,7 @@ with the seeds among them.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import get_args
 
 from ..config import SeedMethod
@@ -20,6 +17,7 @@ from ..report.records import Candidate, Rung, bytes_text
 from ..report.summary import read_summary
 from ..rundir import RunDir
 from ..search.study import head_map_text
+from .entry import add_run, run_script, script_parser
 from .records import LabBook
 
 SHARES = (0.5, 0.25, 0.125)
@@ -48,17 +46,23 @@ def column(rung: Rung, name: str, share: float, metric: str) -> Candidate | None
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--metric", default="kl")
+    parser = script_parser(__doc__)
+    add_run(parser, several=True)
+    parser.add_argument("--metric", default="kl", help="that maps are compared by")
     parser.add_argument(
-        "--columns", nargs="+", choices=(*get_args(SeedMethod), *FOUND), default=COLUMNS
+        "--columns",
+        nargs="+",
+        choices=(*get_args(SeedMethod), *FOUND),
+        default=COLUMNS,
+        metavar="NAME",
+        help="seed methods, search and front",
     )
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=SHARES, help="of full-attention heads"
+    )
     parser.add_argument("--machine", help="where the runs ran, if not here")
-    parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
-    provenance = json.loads((args.runs[0] / "provenance.json").read_text())
+    provenance = RunDir(args.runs[0]).read_json("provenance.json")
     book = LabBook(0, machine=args.machine, versions=provenance["calls"][-1]["versions"])
     rows: list[Row] = []
     for path in args.runs:
@@ -101,4 +105,4 @@ def _cell(candidate: Candidate | None, metric: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

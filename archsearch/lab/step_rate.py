@@ -11,11 +11,9 @@ cut, distilled at the measured rate, and measured on text and prompts as the con
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +29,7 @@ from ..training.replay import Replay
 from ..training.student import trainable_parameters
 from ..training.teacher_logits import TeacherLogits
 from .candidate_prices import price, time_candidate
+from .entry import add_config, run_script, script_parser
 from .kernel_timing import median_ms
 from .records import LabBook
 from .step_bench import WARMUP_STEPS, Bench, Clock, Timing, attempt, peak_bytes, reset_peak
@@ -173,19 +172,19 @@ def matmul_peak(device: torch.device) -> float:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser = script_parser(__doc__)
+    add_config(parser)
     parser.add_argument(
         "--setups", nargs="+", choices=SETUPS, help="backends, the first for all cases"
     )
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="ways to distil"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="that are timed")
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="most in all, loading included"
     )
     parser.add_argument("--figure-seconds", type=float, default=120.0, help="most for one figure")
-    parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     config = load_config(args.config, args.overrides)
@@ -202,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

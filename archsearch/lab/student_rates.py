@@ -10,12 +10,10 @@ expected rows; both give the exact KL. On a GPU steps are replayed from a CUDA g
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..models.cut import cut
@@ -24,6 +22,7 @@ from ..trainconfig import DistillConfig
 from ..training.loop import NonFiniteLoss
 from ..training.readings import distill_with_readings
 from ..training.teacher_logits import TeacherLogits
+from .entry import add_run, run_script, script_parser
 from .full_branch import Bench, distil_config, print_table
 
 
@@ -90,17 +89,34 @@ def kept_logits(
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser = script_parser(__doc__)
+    add_run(parser)
     parser.add_argument("--method", default="causal", help="a seed method")
-    parser.add_argument("--share", type=float, default=0.125)
-    parser.add_argument("--batches", type=int, nargs="+", default=[4096, 16_384])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
-    parser.add_argument("--trained", nargs="+", default=["attention"], choices=["attention", "all"])
-    parser.add_argument("--readings", type=int, nargs="+", default=[500_000, 2_000_000])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--share", type=float, default=0.125, help="of full-attention heads")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[4096, 16_384], help="tokens of a batch"
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3], help="learning rates"
+    )
+    parser.add_argument(
+        "--trained",
+        nargs="+",
+        default=["attention"],
+        choices=["attention", "all"],
+        help="which weights",
+    )
+    parser.add_argument(
+        "--readings",
+        type=int,
+        nargs="+",
+        default=[500_000, 2_000_000],
+        help="tokens at which students are measured",
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 4096], help="lengths of retrieval prompts"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no case after that")
-    parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
     started = time.monotonic()
     bench = Bench.open(RunDir(args.run), args.method, args.share, args.contexts)
@@ -119,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from archsearch.data.niah import stack
 from archsearch.data.tasks import make_probes
+from archsearch.lab.entry import run_script, script_parser
 from archsearch.lab.tiny_corpus import DIGITS, Rows, build_tokenizer, filler_rows
 
 CONTEXTS = (256, 512, 1024)
@@ -184,15 +185,15 @@ def _loader(
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--probes", type=int, default=256)
-    parser.add_argument("--log-every", type=int, default=250)
+    parser = script_parser(__doc__, figures=False)
+    parser.add_argument("--to", type=Path, required=True, help="a folder")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of training")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and text")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--batch-tokens", type=int, default=65_536, help="of a step")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make text")
+    parser.add_argument("--probes", type=int, default=256, help="prompts of the test at the end")
+    parser.add_argument("--log-every", type=int, default=250, help="steps")
     args = parser.parse_args()
     log = train(args)
     (args.to / "log.json").write_text(json.dumps(log, indent=1) + "\n")
@@ -200,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -48,6 +48,7 @@ from ..stages import STAGE_WORK, RunContext
 from ..trainconfig import FORK_SHARE
 from ..training.align import HELDOUT_TOKENS
 from ..training.loop import BatchSource
+from .entry import add_config, run_script, script_parser
 from .records import LabBook
 from .twin_banks import Banks
 from .twin_recipes import RECIPES, distinct
@@ -279,18 +280,24 @@ def _record_students(bench: Bench, banks: Banks) -> None:
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser = script_parser(__doc__)
+    add_config(parser)
     parser.add_argument("--run-dir", type=Path, required=True, help="where the texts are or go")
     parser.add_argument("--scores", type=Path, help="a run whose scores choose the head maps")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--readings", nargs="+", type=int, default=list(READINGS))
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="to compare"
+    )
+    parser.add_argument(
+        "--readings",
+        nargs="+",
+        type=int,
+        default=list(READINGS),
+        help="tokens at which twins are measured",
+    )
     parser.add_argument("--layers", nargs="+", type=int, help="train these alone, and no students")
-    parser.add_argument("--no-students", action="store_true")
+    parser.add_argument("--no-students", action="store_true", help="measures twins alone")
     parser.add_argument("--no-replay", action="store_true", help="launch every step anew")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all recipes")
-    parser.add_argument("--figures", type=Path, required=True)
     args = parser.parse_args()
     if args.readings != sorted(set(args.readings)):
         raise ConfigError(f"--readings {args.readings}: they must ascend")
@@ -306,4 +313,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,7 +10,6 @@ is not 0 where a candidate was lost, evaluated twice or changed, or where a fini
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sqlite3
@@ -40,6 +39,7 @@ from ..search.outcome import SearchOutcome, read_outcome
 from ..search.samplers import quiet_optuna
 from ..search.study import study_name
 from ..timings import read_timings
+from .entry import add_config, run_script, script_parser
 from .records import LabBook
 
 POLL_SECONDS = 0.05
@@ -326,11 +326,9 @@ def record_times(
 
 def main() -> None:
     """Command line entry. Raises ConfigError where the run directory exists, RunFault where anything was lost or done twice."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
+    parser = script_parser(__doc__)
+    add_config(parser)
     parser.add_argument("--run-dir", type=Path, required=True, help="must not exist yet")
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--kill-at", type=float, default=0.5, help="share of search.trials")
     parser.add_argument("--seconds", type=float, default=900.0, help="what the whole may take")
     args = parser.parse_args()
@@ -364,5 +362,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # A time limit ends the run with us.
-    main()
+    run_script(main)

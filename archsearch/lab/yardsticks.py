@@ -9,9 +9,7 @@ Prompts of the config's files are asked too. A figure has the field decides: whe
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ..config import RunConfig
 from ..configfile import load_config
@@ -24,6 +22,7 @@ from ..models.kernels import use_kernels
 from ..models.sources import resolve_path
 from ..models.teacher import Teacher, load_teacher
 from ..search.trial import EVALUATION_TOKENS, PROBE_SEED
+from .entry import add_config, run_script, script_parser
 from .records import LabBook
 
 DECIDES = 0.9
@@ -59,13 +58,11 @@ def asked(
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--keys", type=int, nargs="+", default=[])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[])
-    parser.add_argument("--prompts", type=int)
-    parser.add_argument("--figures", type=Path, required=True)
+    parser = script_parser(__doc__)
+    add_config(parser)
+    parser.add_argument("--keys", type=int, nargs="+", default=[], help="needles of a prompt")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[], help="lengths of prompts")
+    parser.add_argument("--prompts", type=int, help="of each kind and length")
     args = parser.parse_args()
     more = [f"probes.prompts={args.prompts}"] if args.prompts else []
     config = load_config(args.config, [*args.overrides, *more])
@@ -74,21 +71,21 @@ def main() -> None:
     keys = args.keys or [config.probes.multi_keys]
     batch_tokens = EVALUATION_TOKENS[teacher.device.type]
     print("| prompts | keys | context | answered | NLL | decides |\n|---|---|---|---|---|---|")
-    for kind, count, context, probes in asked(
-        teacher, config, keys, args.contexts or config.probes.contexts
-    ):
-        alone = [_plain(probe) for probe in probes]
-        found = retrieval(teacher.model, alone, batch_tokens=batch_tokens)
-        facts = {"kind": kind, "keys": count, "context": context, "prompts": len(probes)}
-        match, nll = found["asked_match"], found["asked_nll"]
-        book.add("share answered", match, "share", None, **facts, decides=match >= DECIDES)
-        book.add("answer NLL", nll, "nats/token", None, **facts)
-        shown = "yes" if match >= DECIDES else "no"
-        print(
-            f"| {kind} | {count or ''} | {context:,} | {match:.2f} | {nll:.3f} | {shown} |",
-            flush=True,
-        )
-    book.write(args.figures)
+    with book.kept(args.figures):
+        for kind, count, context, probes in asked(
+            teacher, config, keys, args.contexts or config.probes.contexts
+        ):
+            alone = [_plain(probe) for probe in probes]
+            found = retrieval(teacher.model, alone, batch_tokens=batch_tokens)
+            facts = {"kind": kind, "keys": count, "context": context, "prompts": len(probes)}
+            match, nll = found["asked_match"], found["asked_nll"]
+            book.add("share answered", match, "share", None, **facts, decides=match >= DECIDES)
+            book.add("answer NLL", nll, "nats/token", None, **facts)
+            shown = "yes" if match >= DECIDES else "no"
+            print(
+                f"| {kind} | {count or ''} | {context:,} | {match:.2f} | {nll:.3f} | {shown} |",
+                flush=True,
+            )
 
 
 def _plain(probe: Probe) -> Probe:
@@ -97,4 +94,4 @@ def _plain(probe: Probe) -> Probe:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
