@@ -64,7 +64,7 @@ class Features:
         size_P1 = gone_PL.mean(axis=1, keepdims=True)
         together = [gone_PL**2, gone_PL > WHOLE, gone_PL[:, 1:] * gone_PL[:, :-1]]
         if units.units_of_group > 1:
-            together.append(gone_PU @ units.group_UG / units.units_of_group > WHOLE)
+            together.append(~units.groups_PG(shares_PU > 0))
         return [
             np.hstack([gone_PU @ self._weights_UK, size_P1**2]),
             gone_PU,

@@ -17,16 +17,12 @@ from ...metrics import COSTS
 from ..samplers import derive_seed
 from ..seeds import ScoreTables
 from .base import Evaluated, Proposal
+from .breeding import BUILT, breed
 from .features import Features
-from .moves import build, cross, mutate
+from .moves import build
 from .pool import Pool
 from .screening import MIN_SIZE, Evidence, Screen, SettingsMemory
-from .units import Bits, Costs, Row, Units
-
-BUILT, BRED, CROSSED = 96, 96, 48
-"""Maps of the first round: from nothing, by mutation and by crossover."""
-PARENTS, CHILDREN, ROUNDS = 16, 128, 3
-"""Of each later round: the best so far and their children."""
+from .units import Bits, Costs, Units
 
 
 class GuidedProposals:
@@ -91,50 +87,18 @@ class GuidedProposals:
     def _by_gain(
         self, pool: Pool, evidence: Evidence, busy: Collection[HeadMap], rng: np.random.Generator
     ) -> Bits | None:
-        units = self._units
-        in_flight = units.of_maps(sorted(busy, key=lambda m: m.layers)) > 0.5 if busy else None
+        in_flight = self._units.of_maps(sorted(busy, key=lambda m: m.layers)) > 0.5
         screen = Screen(
-            self._features,
-            self._costs,
-            self._analytic,
-            evidence,
-            np.zeros((0, units.count), dtype=bool) if in_flight is None else in_flight,
-            self._memory,
-            rng,
+            self._features, self._costs, self._analytic, evidence, in_flight, self._memory, rng
         )
-        effects_SU = screen.effects()
-        front = screen.front_PU if len(screen.front_PU) else evidence.shares_NU > 0.5
-
-        def some(count: int) -> Row:
-            drawn: Row = effects_SU[rng.integers(len(effects_SU), size=count)]
-            return drawn
-
-        def parents(count: int) -> Bits:
-            chosen: Bits = front[rng.integers(len(front), size=count)]
-            return chosen
-
-        first = [
-            build(units, some(BUILT), rng),
-            mutate(units, parents(BRED), some(BRED), rng),
-            cross(units, parents(CROSSED), parents(CROSSED), rng),
-        ]
-        maps = pool.new(np.concatenate(first))
-        gains = screen.gains(maps) if len(maps) else np.zeros(0)
-        for _ in range(ROUNDS):
-            if not len(maps):
-                break
-            order = np.argsort(-gains, kind="stable")[:PARENTS]
-            maps, gains = maps[order], gains[order]
-            bred = maps[rng.integers(len(maps), size=CHILDREN)]
-            children = pool.new(mutate(units, bred, some(CHILDREN), rng))
-            if len(children):
-                maps = np.concatenate([maps, children])
-                gains = np.concatenate([gains, screen.gains(children)])
-        return maps[int(gains.argmax())] if len(maps) else None
+        # Where nothing is feasible yet, from anything.
+        front_PU = screen.front_PU if len(screen.front_PU) else evidence.shares_NU > 0.5
+        return breed(self._units, pool, screen, front_PU, rng)
 
     def _evidence(self, done: Sequence[Evaluated]) -> Evidence:
         violations = np.array([e.violations for e in done], dtype=np.float64)
-        violations = violations.reshape(len(done), -1)
+        # A bound at infinity is met by all, infinitely.
+        violations = np.maximum(violations.reshape(len(done), -1), -1e9)
         return Evidence(
             tuple(e.candidate for e in done),
             self._units.of_maps([e.head_map for e in done]),

@@ -30,7 +30,7 @@ class Units:
         self.count = shape.total_heads // self.heads_of_unit
         self.units_of_layer = self.count // shape.num_layers
         self.num_groups = shape.num_layers * shape.num_kv_heads
-        # Sums over a few neighbours are faster as products than as sums over a short axis.
+        # Sums over a few neighbours are faster as products than along a short axis.
         self.group_UG: Row = np.eye(self.num_groups).repeat(self.units_of_group, axis=0)
         """1 where a unit belongs to a KV group."""
         self.layer_UL: Row = np.eye(shape.num_layers).repeat(self.units_of_layer, axis=0)
@@ -66,8 +66,11 @@ class Units:
 
     def groups_PG(self, full_PU: Bits) -> Bits:
         """Which KV groups have a full-attention head."""
-        groups: Bits = full_PU @ self.group_UG > 0
-        return groups
+        parts = full_PU.reshape(len(full_PU), self.num_groups, self.units_of_group)
+        found: Bits = parts[:, :, 0].copy()
+        for place in range(1, self.units_of_group):
+            found |= parts[:, :, place]
+        return found
 
 
 class Costs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -79,6 +80,7 @@ def test_bounds_that_need_no_evaluation_are_met(make: Make) -> None:
         {"metric": "cache_bytes", "max": full["cache_bytes"] / 2},
         {"metric": "fa_share", "min": 0.1, "max": 0.4},
         {"metric": "kl", "max": 0.8},
+        {"metric": "top1_agreement", "max": math.inf},
     ]
     config, proposals = make(trials=40, constraints=bounds)
     history = search_with(proposals, config, DAMAGE, 40)
