@@ -5,7 +5,8 @@
 
 Of a run that has scores and a supernet, the map of one seed method at one share is distilled once for each case (of full_branch.CASES),
 measured, tuned on rows of section long_context, and measured again; so is the teacher's own architecture, as a control, and the teacher
-as it is stands beside them. Figures land in FOLDER/long_context.jsonl as they are made; the same command goes on.
+as it is stands beside them. Figures land in FOLDER/long_context.jsonl as they are made; the same command goes on, amid a
+training too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..search.seeds import needed_by_seeds, read_scores, seed_maps
 from ..search.study import head_map_text
 from ..search.trial import GAMMA_SEQUENCES, TRAIN_FILE, TrialWorker
 from ..studentconfig import FullConfig
-from ..training.distill import distill
+from ..training.kept import Keeper, distill_kept
 from ..training.long_rows import long_batches
 from ..training.longcontext import tune_long_context
 from ..training.loop import StepHook
@@ -59,6 +60,8 @@ MEASURED = (
 TEACHER, CONTROL = "teacher", "all full attention, RoPE"
 DEFAULT_CASES = ("RoPE", "RoPE, gate", "NoPE, log-scale", "NoPE, log-scale, gate")
 BEFORE, AFTER = "before", "after"
+KEEP_SECONDS = 60.0
+"""Between two checkpoints of a training: what a call that is out of time loses at most."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,13 @@ class Bench:
     def key(self, case: str, stage: str) -> str:
         """What the figures of a case before or after tuning are found by."""
         return f"{self.settings}/{case}/{stage}"
+
+    def keeper(self, case: str, stage: str) -> Keeper:
+        """Where the training that a stage is measured after keeps its state, for a call that is out of time."""
+        key = self.key(case, stage)
+        digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
+        path = self.worker.run_dir / f"kept-{digest}.safetensors"
+        return Keeper(path, {"key": key}, KEEP_SECONDS)
 
     def measure(self, case: str, stage: str, student: HydraHeadForCausalLM, **facts: Any) -> None:
         """Adds the figures of a student, unless they are there."""
@@ -107,7 +117,7 @@ class Bench:
 
 def run_case(bench: Bench, case: str, logits: TeacherLogits) -> None:
     """Distils, measures, tunes and measures a student. Raises OutOfTime, and leaves what was measured."""
-    started, worker, config = time.monotonic(), bench.worker, bench.config
+    worker, config = bench.worker, bench.config
     head_map, options = _case_of(bench, case)
     text_NT = np.load(worker.run_dir / TRAIN_FILE, mmap_mode="r")
     ids_BT = torch.from_numpy(text_NT[:GAMMA_SEQUENCES].astype(np.int64))
@@ -115,24 +125,33 @@ def run_case(bench: Bench, case: str, logits: TeacherLogits) -> None:
     student = cut(worker.teacher, worker.supernet, head_map, copy=True, full=branch)
     batch_tokens = worker.batch_sequences * config.data.sequence_length
     fade, stop = rope_fader(student, options, batch_tokens), stop_after(bench.deadline)
+    keepers, seconds = {stage: bench.keeper(case, stage) for stage in (BEFORE, AFTER)}, 0.0
     # The control is the teacher: there is nothing to distil.
     if case != CONTROL:
-        distill(
+        seconds = distill_kept(
             student,
             worker.teacher,
             worker.batches,
+            keepers[BEFORE],
             tokens=bench.tokens,
             config=config.distill,
             logits=logits,
             before_step=_both(stop, fade),
-        )
-    bench.measure(case, BEFORE, student, train_seconds=time.monotonic() - started)
-    started = time.monotonic()
+        ).seconds
+    bench.measure(case, BEFORE, student, train_seconds=seconds)
     rows = long_batches(config, worker.teacher.tokenizer, Packed(text_NT), worker.run_dir)
-    tuned = tune_long_context(student, worker.teacher, rows, config.long_context, before_step=stop)
-    seconds = time.monotonic() - started
-    facts = {"train_seconds": seconds, "tuned_tokens": tuned.tokens, "loss": tuned.last_loss}
+    tuned = tune_long_context(
+        student,
+        worker.teacher,
+        rows,
+        config.long_context,
+        keeper=keepers[AFTER],
+        before_step=stop,
+    )
+    facts = {"train_seconds": tuned.seconds, "tuned_tokens": tuned.tokens, "loss": tuned.last_loss}
     bench.measure(case, AFTER, student, **facts)
+    for keeper in keepers.values():
+        keeper.path.unlink(missing_ok=True)
 
 
 def _case_of(bench: Bench, case: str) -> tuple[HeadMap, FullConfig]:

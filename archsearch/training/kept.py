@@ -100,13 +100,18 @@ def distill_kept(
     *,
     tokens: int,
     config: DistillConfig,
+    logits: TeacherLogits | None = None,
     before_step: StepHook | None = None,
     progress: Progress = ignore_progress,
 ) -> Distillation:
-    """As distill of one student by itself: no later one asks for the teacher's answers again, so that none are kept."""
+    """As distill, kept on the way. logits is what several students share; of one alone none of the teacher's answers is kept.
+
+    Raises as train_kept does.
+    """
     batch_tokens = ids_of(next(batches(0))).numel()
     steps = max(1, round(tokens / batch_tokens))
-    loss = student_loss(student, teacher, config, TeacherLogits(teacher, once(config)))
+    logits = logits or TeacherLogits(teacher, once(config))
+    loss = student_loss(student, teacher, config, logits)
     with in_training(student, config.trainable, checkpointing=config.checkpointing) as state:
         plan = plan_of(config, steps)
         seconds = train_kept(

@@ -89,7 +89,15 @@ def test_a_second_call_goes_on_where_the_first_stopped(
         found = measured(scored_run, patch, *cases)
     assert list(found)[1:] == [("RoPE", "before"), ("RoPE", "after"), ("RoPE, gate", "before")]
     assert capsys.readouterr().out.rstrip().endswith("left: RoPE, gate")
-    again = measured(scored_run, monkeypatch, *cases)
+    # What was distilled is not distilled again: four steps of tuning are left.
+    step, steps = StudentLoss.__call__, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            StudentLoss, "__call__", lambda loss, raw: (steps.append(1), step(loss, raw))[1]
+        )
+        again = measured(scored_run, patch, *cases)
+    assert len(steps) == 1536 / 384
+    assert not list((scored_run / "long_context").glob("kept-*"))
     assert list(again)[-1] == ("RoPE, gate", "after")
     assert {key: again[key] for key in found} == found
     assert capsys.readouterr().out.rstrip().endswith("done")
