@@ -26,7 +26,7 @@ MOST_POINTS = 40
 def front_rows(losses_MD: Row) -> NDArray[np.int64]:
     """Rows that no other dominates, of equal ones the first, by their first loss."""
     order = np.lexsort(losses_MD.T[::-1])
-    if losses_MD.shape[1] == 1:
+    if losses_MD.shape[1] == 1 or not len(order):
         return order[:1]
     kept: NDArray[np.int64] = order[moocore.is_nondominated(losses_MD[order], keep_weakly=False)]
     return kept

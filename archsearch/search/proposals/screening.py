@@ -5,10 +5,11 @@ Shapes: N evaluated maps, P other maps, U units, D objectives, C measured constr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .features import Features
 from .improvement import LOGISTIC, Boxes, front_rows
@@ -22,6 +23,8 @@ MOST_FITTED = 400
 """Maps that a surrogate is fitted to; of more, the latest half and every so many of the others."""
 MOST_COMPARED = 200
 """Maps by which settings are chosen."""
+MIN_SIZE = 6
+"""Fewer evaluated maps than these say nothing: scores alone choose."""
 REFITS = 1.3
 """Settings are chosen anew each time there are so many times as many maps."""
 
@@ -60,10 +63,6 @@ class SettingsMemory:
         return self._known[key]
 
 
-MIN_SIZE = 6
-"""Fewer evaluated maps than these say nothing: scores alone choose."""
-
-
 class Screen:
     """The surrogates and the front of one proposal.
 
@@ -82,37 +81,25 @@ class Screen:
         rng: np.random.Generator,
     ) -> None:
         self._features, self._costs, self._analytic = features, costs, analytic
-        self._models: dict[int, Surrogate] = {}
-        self._bounds: list[Surrogate] = []
-        features_NF = features.of(evidence.shares_NU)
-        rows = _fitted_rows(len(features_NF))
-
-        def fit(name: str, values_N: Row) -> Surrogate:
-            settings = memory.settings(name, features, evidence, features_NF, values_N)
-            return Surrogate.fit(
-                features_NF[rows], values_N[rows], features.block_F, settings, DRAWS, rng
-            )
-
-        for place, known in enumerate(analytic):
-            if known is None:
-                self._models[place] = fit(f"objective {place}", evidence.losses_ND[:, place])
-        for place, violations_N in enumerate(evidence.violations_NC.T):
-            self._bounds.append(fit(f"constraint {place}", violations_N))
-        good = evidence.losses_ND[evidence.feasible_N]
-        all_losses = evidence.losses_ND
-        self._low_D = all_losses.min(axis=0)
-        width_D = all_losses.max(axis=0) - self._low_D
+        measured = {
+            f"objective {place}": evidence.losses_ND[:, place]
+            for place, known in enumerate(analytic)
+            if known is None
+        }
+        bounds = {f"constraint {n}": values for n, values in enumerate(evidence.violations_NC.T)}
+        models = _fit(features, evidence, measured | bounds, memory, rng)
+        self._models = {name: models[name] for name in measured}
+        self._bounds = [models[name] for name in bounds]
+        self._low_D = evidence.losses_ND.min(axis=0)
+        width_D = evidence.losses_ND.max(axis=0) - self._low_D
         self._width_D = np.where(width_D > 0, width_D, 1.0)
-        reference_D = np.full(len(analytic), 1 + MARGIN)
-        scaled = (good - self._low_D) / self._width_D
-        front = front_rows(scaled) if len(scaled) else np.zeros(0, dtype=np.int64)
+        scaled = (evidence.losses_ND[evidence.feasible_N] - self._low_D) / self._width_D
+        front = front_rows(scaled)
         self.front_PU = evidence.shares_NU[evidence.feasible_N][front] > 0.5
         """The front's maps; units that are partly full attention by the larger part."""
-        if len(busy_PU):
-            scaled = np.concatenate([scaled[front], self.losses(busy_PU)[0]])
-        else:
-            scaled = scaled[front]
-        self._boxes = Boxes.of(scaled, reference_D)
+        expected = self.losses(busy_PU)[0]
+        reference_D = np.full(len(analytic), 1 + MARGIN)
+        self._boxes = Boxes.of(np.concatenate([scaled[front], expected]), reference_D)
 
     def losses(self, full_PU: Bits) -> tuple[Row, Row]:
         """Expected losses and their deviations, in units of the range seen, [P, D] each."""
@@ -123,7 +110,7 @@ class Screen:
         costs = self._costs.of(full_PU)
         for place, known in enumerate(self._analytic):
             if known is None:
-                draws_PS = self._models[place].draws(features_PF)
+                draws_PS = self._models[f"objective {place}"].draws(features_PF)
                 means.append(draws_PS.mean(axis=1))
                 deviations.append(draws_PS.std(axis=1))
             else:
@@ -150,7 +137,26 @@ class Screen:
         return np.concatenate([self._features.effects(model.weights_FS) for model in models])
 
 
-def _fitted_rows(count: int) -> np.ndarray:
+def _fit(
+    features: Features,
+    evidence: Evidence,
+    figures: Mapping[str, Row],
+    memory: SettingsMemory,
+    rng: np.random.Generator,
+) -> dict[str, Surrogate]:
+    """A surrogate of each figure, [N], by name."""
+    features_NF = features.of(evidence.shares_NU)
+    rows = _fitted_rows(len(features_NF))
+    found = {}
+    for name, values_N in figures.items():
+        settings = memory.settings(name, features, evidence, features_NF, values_N)
+        found[name] = Surrogate.fit(
+            features_NF[rows], values_N[rows], features.block_F, settings, DRAWS, rng
+        )
+    return found
+
+
+def _fitted_rows(count: int) -> NDArray[np.int64]:
     if count <= MOST_FITTED:
         return np.arange(count)
     late = MOST_FITTED // 2
