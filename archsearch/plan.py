@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from .config import DataConfig, RunConfig, ScoreMethod, TextConfig
-from .data.sampling import GPU_BATCHES
+from .data.sampling import MOST_ON_GPU
 from .errors import ArchsearchError
 from .footprint import TRAIN, Footprint, footprint
 from .metrics import GeneralKind
@@ -281,7 +281,7 @@ def _data(config: RunConfig, speed: Speed) -> tuple[str, float]:
             continue
         said.append(f"{sequences * length:,} {name} tokens from {text_origin(text)}")
         if text.source == "teacher":
-            steps = math.ceil(sequences / GPU_BATCHES[1]) * length
+            steps = math.ceil(sequences / MOST_ON_GPU) * length
             seconds += sequences * length * speed.draw + steps * speed.step
     return ", ".join(said), seconds
 

@@ -20,8 +20,8 @@ Tokens = NDArray[np.unsignedinteger]
 """Token ids, as uint16 where the vocabulary allows it and uint32 otherwise."""
 
 CPU_BATCH = 64
-GPU_BATCHES = (64, 2048)
-"""Fewest and most sequences that are drawn together on a GPU."""
+MOST_ON_GPU = 2048
+"""Most sequences that are drawn together on a GPU."""
 CACHE_SHARE = 0.35
 """Of a GPU's memory, for the keys and values of what is drawn."""
 
@@ -77,10 +77,12 @@ def _fitting_batch(model: PreTrainedModel, length: int) -> int:
     config = model.config
     heads, dim = config.num_attention_heads, getattr(config, "head_dim", None)
     elements = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", 0) or heads)
-    sequence_bytes: int = elements * (dim or config.hidden_size // heads) * length * model.dtype.itemsize
+    sequence_bytes: int = (
+        elements * (dim or config.hidden_size // heads) * length * model.dtype.itemsize
+    )
     memory: int = torch.cuda.get_device_properties(model.device).total_memory
     fitting = int(CACHE_SHARE * memory) // sequence_bytes
-    return min(GPU_BATCHES[1], max(GPU_BATCHES[0], 1 << max(0, fitting.bit_length() - 1)))
+    return min(MOST_ON_GPU, 1 << max(0, fitting.bit_length() - 1))
 
 
 def _batch_seed(seed: int, start: int) -> int:

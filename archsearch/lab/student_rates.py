@@ -66,7 +66,7 @@ def run_case(
             logits=logits,
         )
     except NonFiniteLoss as error:
-        bench.book.add(f"{case}: none", 0.0, "", None, text=str(error))
+        bench.book.add(f"{case}: diverged", 1.0, "students", None, text=str(error))
         print(f"{case}: {error}", flush=True)
     seconds = time.monotonic() - started
     done = {stage: values["kl"] for name, stage, values in bench.rows if name == case}
@@ -122,7 +122,7 @@ def main() -> None:
     bench = Bench.open(RunDir(args.run), args.method, args.share, args.contexts)
     bench.compared_to = None
     found = cases(bench.config.distill, args.batches, args.rates, args.trained)
-    found = dict(sorted(found.items(), key=lambda item: item[1].batch_tokens, reverse=True))
+    found = dict(sorted(found.items(), key=lambda item: (item[1].batch_tokens, item[1].teacher_logits), reverse=True))
     for case, config, logits in kept_logits(bench, found):
         if time.monotonic() - started > args.seconds:
             print(f"{case}: no time left", flush=True)

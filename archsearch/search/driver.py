@@ -65,11 +65,11 @@ def run_search(
     executor = make_executor() if make_executor else _real_executor(config, run_dir)
     try:
         outcome = search.run(executor)
+        write_outcome(run_dir, outcome)
         if config.search.retention.prompts:
             measure_retention(config, run_dir, shape, scores, outcome, executor, say)
     finally:
         executor.shutdown()
-    write_outcome(run_dir, outcome)
     return outcome
 
 
@@ -113,7 +113,8 @@ class _Group:
         if count >= len(self.jobs):
             return self
         promotion = self.promotion and self.promotion.within(count, reason)
-        stop = Stop(reason, count, len(self.jobs))
+        wanted = len(self.jobs) if self.stop is None else self.stop.wanted
+        stop = Stop(reason, count, wanted)
         return replace(self, jobs=self.jobs[:count], promotion=promotion, stop=stop)
 
 
@@ -259,6 +260,8 @@ class _Search:
 
     def _advance(self) -> None:
         self._done += 1
+        if self._clock is not None:
+            self._clock.save()
         self._progress(self._done, self._total)
 
 

@@ -73,8 +73,10 @@ class SearchOutcome:
 
     @property
     def last(self) -> RungOutcome:
-        """The last rung that has results."""
-        reached = [rung for rung in self.rungs if rung.search or rung.control]
+        """The last rung with results of the search, or if none has any, with those of the control."""
+        reached = [rung for rung in self.rungs if rung.search] or [
+            r for r in self.rungs if r.control
+        ]
         return (reached or self.rungs)[-1]
 
     @property

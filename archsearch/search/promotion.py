@@ -117,6 +117,8 @@ def halve(
         own = [c for c in judged if bands[c.candidate] == band]
         chosen += _best(scale, own, ranks, options.floor)
     chosen += _best(scale, judged, ranks, count - len(chosen), chosen)
+    # Whoever is cut off the end for want of tokens or time ranks last.
+    chosen.sort(key=lambda c: ranks[c.candidate])
     others = too_costly.keys() | {c.candidate for c in chosen}
     chosen += [c for c in always if c.candidate not in others]
     last = max(ranks.values(), default=0) + 1, max(bands.values(), default=0) + 1

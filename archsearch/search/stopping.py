@@ -21,7 +21,7 @@ Limit = Callable[[Sequence[Evaluated]], str | None]
 """From what is over, in the order in which it ended: why nothing more is to be begun, None where nothing speaks against it."""
 
 SAVE_SECONDS = 5.0
-"""How often the time used is written down: a kill loses no more."""
+"""How often the time used is written down at most; it is at the end of every candidate too."""
 _ROUNDING = 1e-12
 
 
@@ -124,10 +124,13 @@ def affordable_candidates(
 
 
 def candidate_tokens(config: RunConfig, rung: int) -> int:
-    """Tokens of a candidate's training at a rung, which goes on from where its rate had not fallen yet at the one before."""
-    lengths = config.search.lengths
+    """Tokens of a candidate's training at a rung, which goes on from where its rate had not fallen yet at the one before.
+
+    With a decay_share of 1 it goes on from the end of that.
+    """
+    lengths, share = config.search.lengths, config.distill.decay_share
     before = lengths[rung - 1] if rung else 0
-    return lengths[rung] - math.floor((1 - config.distill.decay_share) * before)
+    return lengths[rung] - (before if share == 1 else math.floor((1 - share) * before))
 
 
 def ended_by_patience(config: SearchConfig, stop: Stop) -> bool:

@@ -81,7 +81,9 @@ def read_checkpoint(state: TrainingState, path: Path, *, identity: str) -> Extra
         for group, count in zip(groups, updates, strict=True):
             _restore(state, group, count, tensors)
         notes = json.loads(metadata.get("notes", "null"))
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise EnvironmentFault(
             f"checkpoint {path}: cannot be read ({error}); delete it to start this stage anew"
         ) from error

@@ -131,6 +131,9 @@ class Replay:
             return found
         logger.warning("a training step cannot be replayed (%s): each is launched anew", problem)
         self.forget()
+        if given.is_cuda:
+            # What a recording took, above all where it is memory that was missing.
+            torch.cuda.empty_cache()
         self._given_up = True
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -14,7 +14,7 @@ from archsearch.headmap import HeadMap
 from archsearch.search import stopping
 from archsearch.search.front import Candidate, Scale, pareto_front
 from archsearch.search.proposals.base import Evaluated
-from archsearch.search.stopping import hypervolume_gain, patience_limit
+from archsearch.search.stopping import candidate_tokens, hypervolume_gain, patience_limit
 from tests.search.fakes import SHAPE, FakeWorker, fake_config, fake_search, read_log
 
 TOKENS = {"proxy_tokens": [0, 100, 300], "halving": {"keep": 0.5, "floor": 1, "bands": 2}}
@@ -101,9 +101,17 @@ def test_tokens_are_never_more_than_allowed(tmp_path: Path, most: int, control: 
         assert reached == {c.candidate for c in before.search}
         cut = [row for row in after.pruned[0] if row.reason == f"search.max_tokens {most}"]
         assert bool(cut) == (after.stop is not None)
-    assert any(rung.stop for rung in outcome.rungs)
+    assert most > 2000 or any(rung.stop for rung in outcome.rungs)
     assert fake_search(config, tmp_path, worker=CountingWorker).lines == outcome.lines
     assert len(read_log(tmp_path / "calls.jsonl")) == len(calls) + 20 * (1 + control)
+
+
+@pytest.mark.parametrize(("share", "later"), [(1.0, 200), (0.5, 300), (0.2, 240)])
+def test_a_later_proxy_is_priced_by_what_it_trains(share: float, later: int) -> None:
+    config = fake_config(proxy_tokens=[0, 200, 400])
+    distill = config.distill.model_copy(update={"decay_share": share})
+    config = config.model_copy(update={"distill": distill})
+    assert [candidate_tokens(config, rung) for rung in range(3)] == [0, 200, later]
 
 
 class CountingWorker(FakeWorker):
