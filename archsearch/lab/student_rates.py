@@ -122,7 +122,13 @@ def main() -> None:
     bench = Bench.open(RunDir(args.run), args.method, args.share, args.contexts)
     bench.compared_to = None
     found = cases(bench.config.distill, args.batches, args.rates, args.trained)
-    found = dict(sorted(found.items(), key=lambda item: (item[1].batch_tokens, item[1].teacher_logits), reverse=True))
+    found = dict(
+        sorted(
+            found.items(),
+            key=lambda item: (item[1].batch_tokens, item[1].teacher_logits),
+            reverse=True,
+        )
+    )
     for case, config, logits in kept_logits(bench, found):
         if time.monotonic() - started > args.seconds:
             print(f"{case}: no time left", flush=True)
