@@ -26,7 +26,8 @@ class HalvingConfig(Section):
 class FinalConfig(Section):
     """After the last proxy: the best points are trained further and measured on text and prompts that no trial saw.
 
-    pareto.json then holds them alone, each metric with its confidence interval.
+    Prompts of probes.files and tasks of lm-eval are those of trials. pareto.json then holds these points alone, each metric
+    with its confidence interval.
     """
 
     tokens: Positive | None = None

@@ -30,6 +30,7 @@ from ..rundir import RunDir, score_file
 from ..search.records import TrialResult, TrialSpec
 from ..search.seeds import ScoreTables, read_scores
 from ..search.space import analytic_costs
+from .map_list import head_map_of
 from .map_process import Array, Descriptor, Hyperparameters, Process, predict_together
 from .map_table import MapTable, digest_of
 from .map_validation import (
@@ -250,18 +251,19 @@ def main() -> None:
             book.write(args.figures)
 
 
-def evaluations_a_second(evaluator: SearchEvaluator, count: int = 200) -> float:
-    """Trials that it answers in a second, one by one."""
-    maps = evaluator.table.full_NLH[:count]
-    specs = []
-    for number, full_LH in enumerate(maps):
-        heads = [(int(layer), int(head)) for layer, head in np.argwhere(full_LH)]
-        head_map = HeadMap.from_full_heads(evaluator.shape, heads)
-        specs.append(TrialSpec(number, head_map.to_json(), 0))
-    started = time.perf_counter()
-    for spec in specs:
-        evaluator(spec)
-    return len(specs) / (time.perf_counter() - started)
+def evaluations_a_second(evaluator: SearchEvaluator, count: int = 40, rounds: int = 5) -> float:
+    """Trials that it answers in a second, one by one, in the best of a few rounds: a machine may be busy with other things."""
+    specs = [
+        TrialSpec(number, head_map_of(evaluator.shape, full_LH).to_json(), 0)
+        for number, full_LH in enumerate(evaluator.table.full_NLH[:count])
+    ]
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        for spec in specs:
+            evaluator(spec)
+        seconds.append(time.perf_counter() - started)
+    return len(specs) / min(seconds)
 
 
 if __name__ == "__main__":

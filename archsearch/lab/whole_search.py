@@ -324,6 +324,10 @@ def record_times(
     return [f"ran again: {', '.join(again)}"] if again else []
 
 
+UNKNOWN = ("halving", "max_minutes", "max_tokens", "patience")
+"""Fields of section search that say how many candidates there are in ways that asked() does not follow."""
+
+
 def main() -> None:
     """Command line entry. Raises ConfigError where the run directory exists, RunFault where anything was lost or done twice."""
     parser = script_parser(__doc__)
@@ -339,6 +343,13 @@ def main() -> None:
         raise ConfigError(f"--run-dir: {args.run_dir} exists; allowed: a new folder")
     if config.search.storage is not None:
         raise ConfigError("search.storage: is set; allowed: the run's own database")
+    search = config.search
+    unknown = {name: getattr(search, name) for name in UNKNOWN} | {
+        "final.tokens": search.final.tokens
+    }
+    for name, value in unknown.items():
+        if value is not None:
+            raise ConfigError(f"search.{name}: is set, and candidates are counted without it here")
     quiet_optuna()
     run_dir = RunDir(args.run_dir)
     overrides = [word for text in args.overrides for word in ("--set", text)]

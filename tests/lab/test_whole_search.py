@@ -105,6 +105,8 @@ def test_bad_arguments_are_refused(
         call(monkeypatch, run_config, new, "--kill-at", "1")
     with pytest.raises(ConfigError, match=r"search\.storage: is set"):
         call(monkeypatch, run_config, new, "--set", "search.storage=sqlite:///x.db")
+    with pytest.raises(ConfigError, match=r"search\.patience: is set"):
+        call(monkeypatch, run_config, new, "--set", "search.patience=4")
     assert not new.exists()
 
 
