@@ -41,14 +41,20 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Kernels are interpreted on the CPU in a process of their own, since Triton reads the variable when it is imported; by one
-# thread, since more of them are slower on such small pieces.
+# Kernels are interpreted on the CPU in a process of their own, since Triton reads the variable when it is imported, beside the
+# other tests; by one thread, since more of them are slower on such small pieces.
+INTERPRETED = $(BIN)/python -m pytest -q tests/kernels tests/attention/test_full_kernels.py \
+	-m 'not gpu and not slow_interpreter'
+
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -q
-	! $(BIN)/python -c 'import triton' 2>/dev/null \
-		|| TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels \
-			tests/attention/test_full_kernels.py \
-			-m 'not gpu and not slow_interpreter'
+	@said=$$(mktemp); \
+	if $(BIN)/python -c 'import triton' 2>/dev/null; then \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(INTERPRETED) >$$said 2>&1 & \
+	fi; \
+	kernels=$$!; status=0; \
+	$(BIN)/python -m pytest -q || status=$$?; \
+	if [ -n "$$kernels" ]; then wait $$kernels || status=$$?; fi; \
+	echo "kernels, interpreted:"; cat $$said; rm -f $$said; exit $$status
 
 test: lint pytest  ## what CI runs
 

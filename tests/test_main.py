@@ -13,6 +13,9 @@ ROOT = Path(__file__).parent.parent
 INTERRUPTED_IMPORT = """\
 import os, signal, sys
 
+# A process that was started in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Interrupts:
     def find_spec(self, name, path, target=None):
         if name != {module!r}:
