@@ -24,6 +24,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import psutil
+from optuna.exceptions import OptunaError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
@@ -84,7 +85,7 @@ class Times:
 
 @contextmanager
 def open_database(run_dir: RunDir) -> Iterator[RDBStorage]:
-    """The run's studies, read-only. Raises SQLAlchemyError or RuntimeError until the search has made them."""
+    """The run's studies, read-only. Raises SQLAlchemyError, OptunaError or RuntimeError until the search has made them."""
     # Through a connection of SQLite's own: SQLAlchemy's URLs know no quoted paths.
     place = f"file:{quote(str(run_dir / 'study.db'))}?mode=ro"
     connect = {"creator": lambda: sqlite3.connect(place, uri=True)}
@@ -113,7 +114,7 @@ def count_finished(run_dir: RunDir, name: str) -> int:
         with open_database(run_dir) as storage:
             study = storage.get_study_id_from_name(name)
             return storage.get_n_trials(study, state=TrialState.COMPLETE)
-    except (SQLAlchemyError, RuntimeError, KeyError):
+    except (SQLAlchemyError, OptunaError, RuntimeError, KeyError):
         return 0  # The search is just making it.
 
 
