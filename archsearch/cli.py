@@ -8,26 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, get_args
 
 import typer
 
-from .config import ScoreMethod
-from .configfile import blamed, load_config
+from .config import RunConfig, ScoreMethod
+from .configfile import load_config
 from .console import Printer
-from .errors import ArchsearchError, ConfigError, EnvironmentFault, FieldFault, RunFault
+from .errors import ConfigError, EnvironmentFault, RunFault
+from .faults import faults, interrupt, naming
 from .rundir import RunDir
 
-INTERRUPTED = 130
 KERNEL_CHOICES = "archsearch.attention.backends"
 """The logger that says once who computes each operator."""
-
-_interrupts: list[int] = []
-"""Signals that have asked this process to end."""
 
 app = typer.Typer(
     help="Searches head-wise hybrids of full and linear attention for a pretrained language model.",
@@ -301,9 +295,7 @@ def _run(
     from .pipeline import plan_run, run_stages, warning_lines
 
     _tell_backends(tells_backends)
-    printer = Printer()
-    place = RunDir(run_dir or Path("runs") / settings.name)
-    printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
+    place, printer = _begin(settings, run_dir)
     with naming(config, overrides):
         plan = plan_run(settings, place, last=last)
     warned = warning_lines(settings, place) if dry_run else []
@@ -329,12 +321,17 @@ def _score_by(
     from .pipeline import plan_run, run_methods
 
     _tell_backends(debug)
-    printer = Printer()
-    place = RunDir(run_dir or Path("runs") / settings.name)
-    printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
+    place, printer = _begin(settings, run_dir)
     with naming(config, overrides):
         plan_run(settings, place, last="scores")
     run_methods(settings, place, printer, methods)
+
+
+def _begin(settings: RunConfig, run_dir: Path | None) -> tuple[RunDir, Printer]:
+    """Where the run lives, runs/NAME where nothing is given, and what prints; it has said both ends."""
+    place, printer = RunDir(run_dir or Path("runs") / settings.name), Printer()
+    printer.line(f"{settings.name}: {settings.teacher.source} -> {place.path}")
+    return place, printer
 
 
 def _writable(run: Path) -> RunDir:
@@ -353,54 +350,16 @@ def _tell_backends(all_of_them: bool) -> None:
     logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO if all_of_them else logging.WARNING)
 
 
-@contextlib.contextmanager
-def naming(config: Path, overrides: list[str] | None) -> Iterator[None]:
-    """Puts where the value was written, the config's path and line or a --set, before an error that names only the field."""
-    try:
-        yield
-    except (ConfigError, FieldFault) as error:
-        raise type(error)(f"{blamed(config, overrides or [], str(error))}: {error}") from error
-
-
-@contextlib.contextmanager
-def faults(debug: bool, *, resumes: bool = False) -> Iterator[None]:
-    """Turns a user's fault into one line on stderr and its exit status; --debug adds the traceback.
-
-    resumes: whether the command goes on after Ctrl-C where it was.
-    """
-    try:
-        yield
-    except ArchsearchError as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"archsearch: {error}", err=True)
-        raise typer.Exit(error.exit_status) from error
-    except (KeyboardInterrupt, ImportError) as error:
-        # Packages that are interrupted in their import raise errors of their own.
-        if not (isinstance(error, KeyboardInterrupt) or _interrupts):
-            raise
-        if debug:
-            traceback.print_exc()
-        then = "goes on from here" if resumes else "starts over"
-        typer.echo(f"archsearch: interrupted; the same command {then}", err=True)
-        raise typer.Exit(INTERRUPTED) from error
-
-
 def _ignore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    _interrupts.append(number)
-    raise KeyboardInterrupt
 
 
 def main() -> None:
     """Calls the command that the arguments name."""
     # A polite kill ends like Ctrl-C, so that workers are shut down and the run can go on later.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, interrupt)
     logging.basicConfig(format="archsearch: %(message)s")
     # OpenMP threads that spin while they wait make small operations 100 times slower wherever another
     # process wants the core; torch reads this when it is imported, workers inherit it.

@@ -1,5 +1,8 @@
 """Errors that a user can cause, each with the exit status of the command line."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C or a polite kill."""
+
 
 class ArchsearchError(Exception):
     """Base of every error that ends a command with one clear line and no traceback."""

@@ -25,25 +25,8 @@ from archsearch.lab import proxy_fidelity
 from archsearch.rundir import RunDir
 from archsearch.search.records import TrialSpec, trained_path
 from archsearch.search.trial import TrialWorker
+from tests.small_runs import write_config
 
-CONFIG = """\
-schema: 1
-name: check
-seed: 3
-teacher: {{source: {teacher}, device: cpu}}
-data: {{sequence_length: 96, heldout_sequences: 1, niah_share: 0.5}}
-probes: {{contexts: [96], multi_keys: 2, digits: 2, prompts: 1}}
-scoring: {{retrieval: [], general: [], pairs_file: {pairs}, sender_pairs: 0, replacement_length: 32}}
-supernet: {{tokens: 192, batch_tokens: 96}}
-search:
-  trials: 5
-  proxy_tokens: [0, 192]
-  random_control: false
-  seeds: {{methods: [all_full, all_gdn, causal], fa_shares: [0.5]}}
-cost: {{context: 256}}
-distill: {{batch_tokens: 96, learning_rate: 1e-3}}
-execution: {{executor: serial}}
-"""
 OPTIONS = ("--maps", "5", "--tokens", "384", "--at", "96", "--at", "192", "--repeats", "1")
 SHARE = ("--share", "0.5")
 
@@ -59,8 +42,7 @@ def searched(
 ) -> Path:
     """A finished run."""
     place = tmp_path_factory.mktemp("fidelity")
-    config = place / "check.yaml"
-    config.write_text(CONFIG.format(teacher=teacher_folder, pairs=answered_pairs))
+    config = write_config(place, teacher_folder, answered_pairs)
     status, output = call("run", config, "--run-dir", place / "run")
     assert status == 0, output
     return place / "run"

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,33 +24,19 @@ from archsearch.attention.modeling_hydrahead import HydraHeadForCausalLM
 from archsearch.cli import app
 from archsearch.configfile import load_config
 from archsearch.headmap import HeadMap, ModelShape, Operator
-from archsearch.models.supernet import Supernet
-from archsearch.models.teacher import load_teacher
 from archsearch.rundir import RunDir
 from archsearch.search.records import TrialSpec
 from archsearch.search.trial import TrialWorker
 from archsearch.training.loop import NonFiniteLoss
 from archsearch.training.student import StudentLoss
+from tests.small_runs import bare_run, write_config
 
 ROOT = Path(__file__).parents[1]
-CONFIG = """\
-schema: 1
-name: check
-seed: 3
-teacher: {{source: {teacher}, device: cpu}}
-data: {{sequence_length: 96, heldout_sequences: 1, niah_share: 0.5}}
-probes: {{contexts: [96], multi_keys: 2, digits: 2, prompts: 1}}
-scoring: {{retrieval: [], general: [], pairs_file: {pairs}, sender_pairs: 0, replacement_length: 32}}
-supernet: {{tokens: 1920, batch_tokens: 96}}
-search:
-  trials: 5
-  proxy_tokens: [0, 192]
-  random_control: false
-  seeds: {{methods: [all_full, all_gdn, causal], fa_shares: [0.5]}}
-cost: {{context: 256}}
-distill: {{batch_tokens: 96, learning_rate: 1e-2, teacher_logits: mean_row}}
-execution: {{executor: serial}}
-"""
+SETTINGS = (
+    "supernet.tokens=1920",
+    "distill.learning_rate=1e-2",
+    "distill.teacher_logits=mean_row",
+)
 LONG = (
     "long_context.tokens=768",
     "long_context.sequence_length=192",
@@ -85,19 +70,9 @@ def run(
 ) -> Path:
     """The directory of a run that is done, as far as a training reads it: text, untrained twins, a front of two."""
     place = tmp_path_factory.mktemp("train")
-    path = place / "check.yaml"
-    path.write_text(CONFIG.format(teacher=teacher_folder, pairs=answered_pairs))
-    config = load_config(path)
-    teacher = load_teacher(config.teacher)
-    run_dir = RunDir(place / "run")
-    run_dir.path.mkdir()
-    run_dir.freeze_config(config)
-    facts = {"model": vars(teacher.shape), "fingerprint": teacher.fingerprint}
-    run_dir.write_json("teacher.json", facts)
-    Supernet.migrated(teacher, config.supernet.gdn).save(run_dir / "supernet.safetensors", teacher)
-    draw = np.random.default_rng(0)
-    for name, count in (("train.npy", 24), ("retrieval.npy", 24), ("heldout.npy", 2)):
-        np.save(run_dir / name, draw.integers(2, 60, (count, 96)).astype(np.uint16))
+    config = load_config(write_config(place, teacher_folder, answered_pairs), [*SETTINGS])
+    texts = {"train.npy": 24, "retrieval.npy": 24, "heldout.npy": 2}
+    run_dir, teacher = bare_run(place / "run", config, texts)
     points = [
         {
             "candidate": number,

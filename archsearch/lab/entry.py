@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from ..errors import ArchsearchError
-
-INTERRUPTED = 130
+from ..errors import INTERRUPTED, ArchsearchError
 
 
 def script_parser(doc: str | None, *, figures: bool = True) -> argparse.ArgumentParser:

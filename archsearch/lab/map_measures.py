@@ -46,6 +46,7 @@ from ..search.seeds import ScoreTables, read_scores
 from ..search.space import analytic_costs
 from ..search.trial import EVALUATION_TOKENS, HELDOUT_FILE, SUPERNET_FILE, evaluation_probes
 from .bench_folder import read_config
+from .entry import add_overrides, run_script, script_parser
 from .map_list import FAMILIES, MapList, draw_maps, head_map_of
 from .map_table import MADE_BY, MapTable, digest_of, join
 from .records import commit, installed_versions, this_machine
@@ -363,20 +364,22 @@ def part_of(text: str) -> tuple[int, int]:
 def main() -> None:
     """Command line entry."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", type=Path)
+    parser = script_parser(__doc__, figures=False)
+    parser.add_argument("run", nargs="?", type=Path, help="a run directory")
     parser.add_argument("--join", nargs="+", type=Path, help="files of parts, made into one")
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    add_overrides(parser, "run's config")
     parser.add_argument("--maps", type=int, default=5000, help="length of the list")
     parser.add_argument("--seed", type=int, default=LIST_SEED, help="of the list")
-    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="i/n")
+    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="i/n", help="every nth map")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="loading included")
     parser.add_argument("--sequences", type=int, default=16, help="rows of held-out text")
     parser.add_argument("--tokens", type=int, default=1024, help="of a row")
-    parser.add_argument("--kinds", nargs="+", choices=get_args(RetrievalKind), default=KINDS)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=get_args(RetrievalKind), default=KINDS, help="of prompts"
+    )
     parser.add_argument("--prompts", type=int, default=16, help="of a kind")
     parser.add_argument("--context", type=int, help="tokens of a prompt; else the config's least")
-    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--to", type=Path, required=True, help="the table")
     args = parser.parse_args()
     if (args.run is None) == (args.join is None):
         parser.error("give either a run directory or --join")
@@ -394,4 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -13,7 +13,6 @@ ledger's rows of the same evaluator, config and sources of archsearch.search, an
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import time
@@ -35,6 +34,7 @@ from ..rundir import RunDir
 from ..search.driver import run_search
 from ..search.front import Candidate, Scale, pareto_front
 from ..search.seeds import seed_maps
+from .entry import run_script, script_parser
 from .ledger import FAILED, VALUES, Ledger
 from .map_measures import part_of
 from .map_table import digest_of
@@ -247,17 +247,27 @@ def standings(
 def main() -> None:
     """Command line entry."""
     started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--evaluator", type=Path, default=ASSET)
+    parser = script_parser(__doc__, figures=False)
+    parser.add_argument("--evaluator", type=Path, default=ASSET, help="what search_evaluator wrote")
     parser.add_argument("--config", type=Path, default=CONFIG, help="whose seeds are taken")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="objectives"
+    )
+    parser.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="proposals"
+    )
     parser.add_argument("--every-selector", action="store_true", help="as a seed")
     parser.add_argument("--trials", type=int, default=CHECKPOINTS[-1], help="at most, of a search")
-    parser.add_argument("--part", type=part_of, default=(0, 1), metavar="i/n")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--ledger", type=Path, required=True)
-    parser.add_argument("--figures", type=Path)
+    parser.add_argument(
+        "--part", type=part_of, default=(0, 1), metavar="i/n", help="every nth search"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no search is begun after them"
+    )
+    parser.add_argument(
+        "--ledger", type=Path, required=True, help="JSON lines that a call goes on from"
+    )
+    parser.add_argument("--figures", type=Path, help="JSON that figures go to")
     args = parser.parse_args()
     evaluator, config = SearchEvaluator.load(args.evaluator), load_config(args.config)
     bench = Bench(evaluator, config, every_selector=args.every_selector)
@@ -282,4 +292,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

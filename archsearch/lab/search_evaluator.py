@@ -12,7 +12,6 @@ Shapes: N maps, K figures.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from ..rundir import RunDir, score_file
 from ..search.records import TrialResult, TrialSpec
 from ..search.seeds import ScoreTables, read_scores
 from ..search.space import analytic_costs
+from .entry import run_script, script_parser
 from .map_list import head_map_of
 from .map_process import Array, Descriptor, Hyperparameters, Process, predict_together
 from .map_table import MapTable, digest_of
@@ -219,16 +219,16 @@ def validate(
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", type=Path)
+    parser = script_parser(__doc__, figures=False)
+    parser.add_argument("table", type=Path, help="what map_measures wrote")
     parser.add_argument("run", type=Path, help="whose scores the maps were drawn by")
     parser.add_argument(
         "--rows", type=int, default=800, help="maps that hyperparameters are fitted to"
     )
     parser.add_argument("--fold-rows", type=int, default=400, help="the same within a fold")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--figures", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="of folds and of what is fitted")
+    parser.add_argument("--to", type=Path, required=True, help="the evaluator")
+    parser.add_argument("--figures", type=Path, help="JSON that figures go to")
     args = parser.parse_args()
     table = MapTable.load(args.table)
     scores = read_run_scores(table, args.run)
@@ -267,4 +267,4 @@ def evaluations_a_second(evaluator: SearchEvaluator, count: int = 40, rounds: in
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

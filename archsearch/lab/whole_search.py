@@ -37,6 +37,7 @@ from ..plan import STAGES
 from ..rundir import RunDir
 from ..search.front import Candidate
 from ..search.outcome import SearchOutcome, read_outcome
+from ..search.promotion import promote
 from ..search.samplers import quiet_optuna
 from ..search.study import study_name
 from ..timings import read_timings
@@ -235,8 +236,8 @@ def asked(config: RunConfig, outcome: SearchOutcome) -> list[tuple[set[int], set
     first = set(range(config.search.trials))
     found = [(first, first if config.search.random_control else set())]
     for rung in outcome.rungs[: len(config.search.proxy_tokens) - 1]:
-        search, control = rung.fronts.promoted(config.search.max_promoted)
-        found.append((_numbers(search), _numbers(control)))
+        search, control = promote(config.search, rung.fronts, rung.search, rung.control)
+        found.append((_numbers(search.chosen), _numbers(control.chosen)))
     return found
 
 

@@ -190,22 +190,6 @@ class Fronts:
             len(search),
         )
 
-    def promoted(self, most: int | None = None) -> tuple[list[Candidate], list[Candidate]]:
-        """Who goes on to the next rung: both fronts of the search and its seeds, and the control's.
-
-        Of each front, most points at the most: they are picked one by one, always the one that adds most hypervolume.
-        """
-        points, seeds, control = (
-            self._thin(front, most) for front in (self.points, self.seeds, self.control)
-        )
-        found = {c.candidate: c for c in (*points, *seeds)}
-        return [found[number] for number in sorted(found)], control
-
-    def _thin(self, front: list[Candidate], most: int | None) -> list[Candidate]:
-        if most is None or len(front) <= most:
-            return front
-        return sorted(self.scale.spread(front, most), key=lambda c: c.candidate)
-
     def hypervolumes(self) -> dict[str, float]:
         """Hypervolume of each front, by name."""
         return {

@@ -50,7 +50,6 @@ class Job:
     method: str = SEARCH
     also: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
     """What the proposal says of itself."""
     retry_of: int | None = None
     alone: bool = False
@@ -195,7 +194,7 @@ class Rung:
             bounds = (self._config.search.constraints, self._config.cost)
             assert broken_bound(chosen.head_map, *bounds) is None, "proposed outside the bounds"
             assert chosen.head_map.layers not in self._known, "proposed a second time"
-            job = replace(job, head_map=chosen.head_map, params=chosen.params, attrs=chosen.attrs)
+            job = replace(job, head_map=chosen.head_map, params=chosen.params)
             self._busy[job.candidate] = chosen.head_map
         elif proposals is not None and not job.params:
             job = replace(job, params=proposals.describe(job.head_map))
@@ -209,7 +208,6 @@ class Rung:
         """What a trial is about."""
         assert job.head_map is not None
         attributes: dict[str, Any] = {
-            **job.attrs,
             "candidate": job.candidate,
             "head_map": head_map_text(job.head_map),
             "method": job.method,
@@ -280,7 +278,6 @@ class Rung:
                 tuple(values),
                 tuple(violations),
                 trial.params,
-                trial.attributes,
             )
         )
 

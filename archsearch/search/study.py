@@ -294,7 +294,6 @@ class RungStudy:
             tuple(done.values) if done else None,
             tuple(last.user_attrs.get(VIOLATIONS, ())),
             last.params,
-            last.user_attrs,
         )
 
     def close_open_trials(self, reason: str) -> list[FrozenTrial]:

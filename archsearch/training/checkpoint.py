@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from .loop import TrainingState
 from .masters import MOMENTS, Masters
 
 SCHEMA = 1
+SAMPLE = 64
+"""Numbers of each parameter that tell one start from another."""
 SHOWN = 40
 """Characters of a setting up to which an error shows it."""
 
@@ -94,6 +98,18 @@ def read_checkpoint(state: TrainingState, path: Path, *, identity: str) -> Extra
         if name.startswith(prefix)
     }
     return Extra(extra, notes)
+
+
+def start_digest(state: TrainingState, data: Iterable[Tensor]) -> str:
+    """Tells one start from another: by batches of token ids on the CPU, and some numbers of each parameter."""
+    digest = hashlib.blake2b(digest_size=8)
+    for batch_BT in data:
+        digest.update(batch_BT.numpy().tobytes())
+    for parameter in state.parameters.values():
+        flat = parameter.detach().flatten()
+        picked = flat[:: max(1, len(flat) // SAMPLE)].to("cpu", torch.float32)
+        digest.update(picked.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _restore(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -10,21 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..config import DistillConfig
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
-from .checkpoint import read_checkpoint, save_checkpoint
+from .checkpoint import read_checkpoint, save_checkpoint, start_digest
 from .distill import Distillation, outcome, plan_of, student_loss
 from .loop import LossStep, Plan, Source, StepHook, TrainingState, train
 from .packing import ids_of
 from .student import in_training
 from .teacher_logits import TeacherLogits
 
-SAMPLE = 64
-"""Numbers of each parameter that tell one start from another."""
 SECONDS = "seconds"
 
 
@@ -39,12 +34,8 @@ class Keeper:
 
     def identity(self, state: TrainingState, plan: Plan, batches: Source) -> str:
         """What a checkpoint of a training that is about to start depends on."""
-        digest = hashlib.blake2b(ids_of(next(batches(0))).numpy().tobytes(), digest_size=8)
-        for parameter in state.parameters.values():
-            flat = parameter.detach().flatten()
-            picked = flat[:: max(1, len(flat) // SAMPLE)].to("cpu", torch.float32)
-            digest.update(picked.numpy().tobytes())
-        facts = {"start": digest.hexdigest(), "steps": plan.steps, **self.about}
+        start = start_digest(state, [ids_of(next(batches(0)))])
+        facts = {"start": start, "steps": plan.steps, **self.about}
         return json.dumps(facts, sort_keys=True)
 
 

@@ -9,7 +9,6 @@ Source: warm-up, stable, decay schedules (MiniCPM, arXiv 2404.06395).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
@@ -25,7 +23,7 @@ from ..config import DistillConfig
 from ..errors import ConfigError
 from ..models.teacher import Teacher
 from ..progress import Progress, ignore_progress
-from .checkpoint import read_checkpoint, save_checkpoint
+from .checkpoint import read_checkpoint, save_checkpoint, start_digest
 from .distill import plan_of, student_loss
 from .loop import Plan, Source, StepHook, TrainingState, train
 from .packing import ids_of
@@ -36,8 +34,6 @@ Measure = Callable[[HydraHeadForCausalLM, int], dict[str, float]]
 """What is read off a student that has seen so many tokens; it is in eval mode, without gradients."""
 
 SAVE_SECONDS = 300.0
-SAMPLE = 64
-"""Numbers of each parameter that tell one student's start from another's."""
 
 
 @dataclass(frozen=True)
@@ -249,15 +245,7 @@ def _identity(
     warmup: int,
     about: str,
 ) -> str:
-    """What a checkpoint depends on. The first batch and the first reading's last one stand for the data, some numbers of
-    each parameter for the start."""
-    digest = hashlib.blake2b(digest_size=8)
-    for batch_BT in data:
-        digest.update(batch_BT.numpy().tobytes())
-    for parameter in state.parameters.values():
-        flat = parameter.detach().flatten()
-        picked = flat[:: max(1, len(flat) // SAMPLE)].to("cpu", torch.float32)
-        digest.update(picked.numpy().tobytes())
+    """What a checkpoint depends on. The first batch and the first reading's last one stand for the data."""
     fa = student.config.fa or {}
     settings = config.model_dump(exclude={"cache_gib", "checkpointing", "replay", "warmup_steps"})
     facts = {
@@ -267,7 +255,7 @@ def _identity(
         "about": about,
         "batch": list(data[0].shape),
         "warmup_steps": warmup,
-        "start": digest.hexdigest(),
+        "start": start_digest(state, data),
         **settings,
     }
     return json.dumps(facts, sort_keys=True)

@@ -16,7 +16,9 @@ from archsearch.execution.serial import SerialExecutor
 from archsearch.headmap import HeadMap, ModelShape
 from archsearch.rundir import RunDir
 from archsearch.search.driver import run_search
+from archsearch.search.front import Candidate, Fronts
 from archsearch.search.outcome import SearchOutcome
+from archsearch.search.promotion import promote_fronts
 from archsearch.search.records import TrialResult, TrialSpec, trained_path
 from archsearch.search.seeds import ScoreTables
 
@@ -144,3 +146,12 @@ if __name__ == "__main__":
     # A driver in a process of its own, to be killed: python -m tests.search.fakes FOLDER SEARCH PAYLOAD
     _, where, search_json, payload_json = sys.argv
     fake_search(fake_config(**json.loads(search_json)), Path(where), **json.loads(payload_json))
+
+
+def going_on(fronts: Fronts, most: int | None = None) -> tuple[list[Candidate], list[Candidate]]:
+    """Who goes on from these fronts, the search's and the control's, by number."""
+    search, control = (
+        sorted(each.chosen, key=lambda c: c.candidate)
+        for each in promote_fronts(fronts, (), (), most, "search.max_promoted")
+    )
+    return search, control

@@ -22,7 +22,15 @@ from archsearch.headmap import HeadMap
 from archsearch.rundir import RunDir
 from archsearch.search.driver import run_search
 from archsearch.search.outcome import SearchOutcome, read_outcome
-from tests.search.fakes import SCORES, SHAPE, FakeWorker, fake_config, fake_search, read_log
+from tests.search.fakes import (
+    SCORES,
+    SHAPE,
+    FakeWorker,
+    fake_config,
+    fake_search,
+    going_on,
+    read_log,
+)
 
 
 def trials_of(folder: Path, name: str = "fake@0") -> list[optuna.trial.FrozenTrial]:
@@ -229,7 +237,7 @@ def test_later_rungs_take_the_fronts_of_the_one_before(tmp_path: Path) -> None:
             make_executor=lambda: serial(tmp_path),
         )
     first, second = outcome.rungs
-    promoted, control = first.fronts.promoted()
+    promoted, control = going_on(first.fronts)
     assert [c.candidate for c in second.search] == [c.candidate for c in promoted]
     assert [c.candidate for c in second.control] == [c.candidate for c in control]
     assert len(first.control) == 8

@@ -19,7 +19,7 @@ from archsearch.models.teacher import load_teacher
 from archsearch.plan import heldout_rows, train_tokens
 from archsearch.search.final import final_config
 from archsearch.search.trial import evaluation_probes, retention_probes
-from tests.search.fakes import FakeWorker, fake_config, fake_search, read_log
+from tests.search.fakes import FakeWorker, fake_config, fake_search, going_on, read_log
 
 FINAL = {"proxy_tokens": [0, 100], "final": {"tokens": 400, "max_points": 2}}
 
@@ -40,7 +40,7 @@ def test_the_best_points_alone_are_in_the_pareto_file(tmp_path: Path) -> None:
     outcome = fake_search(config, tmp_path, worker=Finalist)
     proxies, final = outcome.rungs[:-1], outcome.rungs[-1]
     assert [rung.proxy_tokens for rung in outcome.rungs] == [0, 100, 400]
-    wanted, control = proxies[-1].fronts.promoted(2)
+    wanted, control = going_on(proxies[-1].fronts, 2)
     assert [c.candidate for c in final.search] == [c.candidate for c in wanted]
     assert [c.candidate for c in final.control] == [c.candidate for c in control]
     calls = read_log(tmp_path / "calls.jsonl")

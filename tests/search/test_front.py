@@ -9,7 +9,7 @@ import pytest
 from archsearch.config import ObjectiveConfig
 from archsearch.headmap import HeadMap, Operator
 from archsearch.search.front import CONTROL, Candidate, Fronts, Scale, knee, pareto_front
-from tests.search.fakes import SHAPE
+from tests.search.fakes import SHAPE, going_on
 
 KL = ObjectiveConfig(metric="kl", direction="minimize")
 MATCH = ObjectiveConfig(metric="niah_multikey_match", direction="maximize")
@@ -83,7 +83,7 @@ def test_fronts_compare_search_seeds_and_control() -> None:
     volumes = fronts.hypervolumes()
     assert volumes["front"] > volumes["seeds"] > volumes["random"] > 0
     assert fronts.lines()[1].startswith(f"hypervolume: front {volumes['front']:.4f}, seeds alone ")
-    promoted, drawn = fronts.promoted()
+    promoted, drawn = going_on(fronts)
     assert [c.candidate for c in promoted] == [0, 1, 2]
     assert [c.source for c in drawn] == [CONTROL, CONTROL]
     assert fronts.lines()[0] == "front: 2 points of 3, 1 that no seed supplied"
@@ -104,5 +104,5 @@ def test_a_limit_promotes_the_points_that_add_most() -> None:
     weak = point(3, 1.0, 0.55)
     fronts = Fronts.of([KL, MATCH], [corner, near_it, far, weak], [], 0)
     assert len(fronts.points) == 4
-    assert len(fronts.promoted()[0]) == 4
-    assert [c.candidate for c in fronts.promoted(2)[0]] == [0, 2]
+    assert len(going_on(fronts)[0]) == 4
+    assert [c.candidate for c in going_on(fronts, 2)[0]] == [0, 2]

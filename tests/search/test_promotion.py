@@ -174,9 +174,12 @@ def test_the_front_of_the_seeds_goes_on_beyond_the_share() -> None:
 @pytest.mark.parametrize("most", [None, 2])
 def test_fronts_go_on_where_nothing_is_halved(most: int | None) -> None:
     fronts, (search, control) = both(search_config(max_promoted=most))
-    wanted, drawn = fronts.promoted(most)
-    assert sorted(numbers(search.chosen)) == numbers(wanted)
-    assert sorted(numbers(control.chosen)) == numbers(drawn)
+    points, seeds, drawn = (
+        front if most is None or len(front) <= most else fronts.scale.spread(front, most)
+        for front in (fronts.points, fronts.seeds, fronts.control)
+    )
+    assert sorted(numbers(search.chosen)) == sorted({*numbers(points), *numbers(seeds)})
+    assert sorted(numbers(control.chosen)) == sorted(numbers(drawn))
     assert len(search.chosen) + len(search.pruned) == 40
     reasons = {p.reason for p in (*search.pruned, *control.pruned)}
     expected = {"on no front after 100 tokens"}

@@ -15,7 +15,7 @@ from ...headmap import HeadMap
 class Evaluated:
     """A candidate whose evaluation is over. values: the objectives' in their order, None where it failed or was pruned.
 
-    violations: how far outside each constraint it lies, 0 or less within; attrs: all user attributes of its trial.
+    violations: how far outside each constraint it lies, 0 or less within.
     """
 
     candidate: int
@@ -23,16 +23,14 @@ class Evaluated:
     values: tuple[float, ...] | None
     violations: tuple[float, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A head map to evaluate; params are the trial's parameters, attrs what else its user attributes hold."""
+    """A head map to evaluate; params are the trial's parameters."""
 
     head_map: HeadMap
     params: Mapping[str, Any] = field(default_factory=dict)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Proposals(Protocol):

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..front import MARGIN
 from .features import Features
 from .improvement import LOGISTIC, Boxes, front_rows
 from .surrogate import Settings, Surrogate, choose_settings
 from .units import Bits, Costs, Row
 
-MARGIN = 0.1
-"""The reference point lies this share of each objective's range beyond its worst value."""
 DRAWS = 24
 MOST_FITTED = 400
 """Maps that a surrogate is fitted to; of more, the latest half and every so many of the others."""
