@@ -46,7 +46,9 @@ class Features:
 
     def of(self, shares_PU: Row) -> Row:
         """Features of maps, given as shares of full attention, [P, F]."""
-        features: Row = (np.hstack(self._raw(shares_PU)) - self._mean_F) / self._scale_F
+        features: Row = np.hstack(self._raw(shares_PU))
+        features -= self._mean_F
+        features /= self._scale_F
         return features
 
     def effects(self, weights_FS: Row) -> Row:

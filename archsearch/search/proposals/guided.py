@@ -16,12 +16,14 @@ from ...headmap import HeadMap, ModelShape
 from ...metrics import COSTS
 from ..samplers import derive_seed
 from ..seeds import ScoreTables
+from .archive import Archive, Evidence
 from .base import Evaluated, Proposal
 from .breeding import BUILT, breed
 from .features import Features
 from .moves import build
 from .pool import Pool
-from .screening import MIN_SIZE, Evidence, Screen, SettingsMemory
+from .screening import MIN_SIZE, Screen, SettingsMemory
+from .threads import one_thread
 from .units import Bits, Costs, Units
 
 
@@ -42,14 +44,14 @@ class GuidedProposals:
         self._tables = [self._units.of_table(scores[method].heads) for method in sorted(scores)]
         self._features = Features(self._units, self._tables)
         signs = [1.0 if o.direction == "minimize" else -1.0 for o in search.objectives]
-        self._signs_D = np.array(signs)
         self._analytic = [
             (objective.metric, sign) if objective.metric in COSTS else None
             for objective, sign in zip(search.objectives, signs, strict=True)
         ]
-        self._measured = [
+        measured = [
             place for place, bound in enumerate(search.constraints) if bound.metric not in COSTS
         ]
+        self._archive = Archive(self._units, np.array(signs), measured)
         self._memory = SettingsMemory()
 
     @property
@@ -66,13 +68,14 @@ class GuidedProposals:
     ) -> Proposal:
         """The new map that is expected to add most hypervolume."""
         rng = np.random.default_rng(derive_seed(self._config.seed, self._name, "guided", candidate))
-        known = [*(e.head_map for e in history), *busy]
-        pool = Pool(self._units, self._costs, self._config.search.constraints, known)
-        done = sorted((e for e in history if e.values is not None), key=lambda e: e.candidate)
-        if len(done) < MIN_SIZE:
-            best = self._by_scores(pool, rng)
-        else:
-            best = self._by_gain(pool, self._evidence(done), busy, rng)
+        self._archive.read(history)
+        bounds = self._config.search.constraints
+        pool = Pool(self._units, self._costs, bounds, self._archive.keys, busy)
+        with one_thread():
+            if len(self._archive) < MIN_SIZE:
+                best = self._by_scores(pool, rng)
+            else:
+                best = self._by_gain(pool, self._archive.evidence(), busy, rng)
         return Proposal(self._units.to_map(pool.blind(rng) if best is None else best))
 
     def _by_scores(self, pool: Pool, rng: np.random.Generator) -> Bits | None:
@@ -94,15 +97,3 @@ class GuidedProposals:
         # Where nothing is feasible yet, from anything.
         front_PU = screen.front_PU if len(screen.front_PU) else evidence.shares_NU > 0.5
         return breed(self._units, pool, screen, front_PU, rng)
-
-    def _evidence(self, done: Sequence[Evaluated]) -> Evidence:
-        violations = np.array([e.violations for e in done], dtype=np.float64)
-        # A bound at infinity is met by all, infinitely.
-        violations = np.maximum(violations.reshape(len(done), -1), -1e9)
-        return Evidence(
-            tuple(e.candidate for e in done),
-            self._units.of_maps([e.head_map for e in done]),
-            np.array([e.values for e in done], dtype=np.float64) * self._signs_D,
-            violations[:, self._measured],
-            np.array((violations <= 0).all(axis=1)),
-        )

@@ -37,21 +37,28 @@ def change(full_PU: Bits, keys_PU: Row, drop_P: Counts, add_P: Counts) -> Bits:
 
 def mutate(units: Units, full_PU: Bits, effects_PU: Row, rng: np.random.Generator) -> Bits:
     """Each map with a few units, or whole KV groups, swapped, added or dropped."""
+    num_maps = len(full_PU)
     keys_PU = noisy_keys(effects_PU, rng)
-    by_unit = change(full_PU, keys_PU, *_counts(len(full_PU), units.count, rng))
+    drop_P, add_P = _counts(num_maps, units.count, rng)
     if units.units_of_group == 1:
-        return by_unit
-    groups_PG = units.groups_PG(full_PU)
+        return change(full_PU, keys_PU, drop_P, add_P)
     group_keys = keys_PU @ units.group_UG
-    changed = change(groups_PG, group_keys, *_counts(len(full_PU), units.num_groups, rng))
+    group_drop_P, group_add_P = _counts(num_maps, units.num_groups, rng)
+    kind_P = rng.integers(3, size=num_maps)
+    mutated = np.empty_like(full_PU)
+    own = kind_P == 0
+    mutated[own] = change(full_PU[own], keys_PU[own], drop_P[own], add_P[own])
+    own = ~own
+    groups_PG = units.groups_PG(full_PU[own])
+    changed = change(groups_PG, group_keys[own], group_drop_P[own], group_add_P[own])
     gone, new = (
         np.repeat(g, units.units_of_group, axis=1) for g in (~changed, changed & ~groups_PG)
     )
-    by_group = (full_PU & ~gone) | new
+    mutated[own] = (full_PU[own] & ~gone) | new
     # A KV head that is cached anyway costs nothing more for the rest of its heads.
-    filled = np.repeat(units.groups_PG(by_group), units.units_of_group, axis=1)
-    kind = rng.integers(3, size=(len(full_PU), 1))
-    return np.where(kind == 0, by_unit, np.where(kind == 1, by_group, filled))
+    own = kind_P == 2
+    mutated[own] = np.repeat(units.groups_PG(mutated[own]), units.units_of_group, axis=1)
+    return mutated
 
 
 def cross(units: Units, first_PU: Bits, second_PU: Bits, rng: np.random.Generator) -> Bits:
@@ -67,13 +74,17 @@ def build(units: Units, effects_PU: Row, rng: np.random.Generator) -> Bits:
     """The most needed units, or KV groups, of each row: any number of them, small numbers as often as large ones."""
     num_maps = len(effects_PU)
     keys_PU = noisy_keys(effects_PU, rng)
-    by_unit = _first(-keys_PU, _sizes(num_maps, units.count, rng))
+    size_P = _sizes(num_maps, units.count, rng)
     if units.units_of_group == 1:
-        return by_unit
+        return _first(-keys_PU, size_P)
     group_keys = keys_PU @ units.group_UG
-    groups_PG = _first(-group_keys, _sizes(num_maps, units.num_groups, rng))
-    whole = np.repeat(groups_PG, units.units_of_group, axis=1)
-    return np.where(rng.random((num_maps, 1)) < 0.5, by_unit, whole)
+    group_size_P = _sizes(num_maps, units.num_groups, rng)
+    single = rng.random(num_maps) < 0.5
+    built = np.empty(keys_PU.shape, dtype=np.bool_)
+    built[single] = _first(-keys_PU[single], size_P[single])
+    groups_PG = _first(-group_keys[~single], group_size_P[~single])
+    built[~single] = np.repeat(groups_PG, units.units_of_group, axis=1)
+    return built
 
 
 def _first(keys: Row, count_P: Counts) -> Bits:

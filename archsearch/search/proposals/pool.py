@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 
 import numpy as np
 
@@ -17,26 +17,26 @@ BLIND_TRIES = 512
 
 
 class Pool:
-    """Lets through each map that is affordable and not known, once."""
+    """Lets through each map that is affordable and not known, once. over: Units.key of maps that are evaluated."""
 
     def __init__(
         self,
         units: Units,
         costs: Costs,
         constraints: Sequence[ConstraintConfig],
-        known: Sequence[HeadMap],
+        over: Set[bytes],
+        busy: Collection[HeadMap],
     ) -> None:
         self._units, self._costs, self._constraints = units, costs, constraints
-        shares_NU = units.of_maps(known)
-        whole = ((shares_NU == 0) | (shares_NU == 1)).all(axis=1)
-        self._seen = {row.tobytes() for row in shares_NU[whole] > 0.5}
+        self._over = over
+        self._seen = {units.key(shares_U) for shares_U in units.of_maps(list(busy))}
 
     def new(self, full_PU: Bits) -> Bits:
         """Those of the maps, [P, U], that are let through, in their order."""
         kept = []
         for place, row in enumerate(full_PU):
             key = row.tobytes()
-            if key not in self._seen:
+            if key not in self._seen and key not in self._over:
                 self._seen.add(key)
                 kept.append(place)
         found = full_PU[kept]

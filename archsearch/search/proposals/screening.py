@@ -6,12 +6,12 @@ Shapes: N evaluated maps, P other maps, U units, D objectives, C measured constr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..front import MARGIN
+from .archive import Evidence
 from .features import Features
 from .improvement import LOGISTIC, Boxes, front_rows
 from .surrogate import Settings, Surrogate, choose_settings
@@ -28,18 +28,6 @@ REFITS = 1.3
 """Settings are chosen anew each time there are so many times as many maps."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Evaluated maps as arrays, by candidate number."""
-
-    candidates: tuple[int, ...]
-    shares_NU: Row
-    losses_ND: Row
-    violations_NC: Row
-    """Only of constraints that need an evaluation; feasible where none is positive."""
-    feasible_N: Bits
-
-
 class SettingsMemory:
     """Settings of each surrogate: chosen from the first maps of a history, so that they follow from it alone."""
 
@@ -47,7 +35,7 @@ class SettingsMemory:
         self._known: dict[tuple[str, tuple[int, ...]], Settings] = {}
 
     def settings(
-        self, name: str, features: Features, evidence: Evidence, features_NF: Row, values_N: Row
+        self, name: str, features: Features, evidence: Evidence, values_N: Row
     ) -> Settings:
         """Settings for the values of that name."""
         size = MIN_SIZE
@@ -58,7 +46,8 @@ class SettingsMemory:
         key = (name, evidence.candidates[:size])
         if key not in self._known:
             self._known = {k: v for k, v in self._known.items() if k[0] != name}
-            self._known[key] = choose_settings(features_NF[rows], values_N[rows], features.block_F)
+            known = features.of(evidence.shares_NU[rows])
+            self._known[key] = choose_settings(known, values_N[rows], features.block_F)
         return self._known[key]
 
 
@@ -144,13 +133,13 @@ def _fit(
     rng: np.random.Generator,
 ) -> dict[str, Surrogate]:
     """A surrogate of each figure, [N], by name."""
-    features_NF = features.of(evidence.shares_NU)
-    rows = _fitted_rows(len(features_NF))
+    rows = _fitted_rows(len(evidence.shares_NU))
+    features_NF = features.of(evidence.shares_NU[rows])
     found = {}
     for name, values_N in figures.items():
-        settings = memory.settings(name, features, evidence, features_NF, values_N)
+        settings = memory.settings(name, features, evidence, values_N)
         found[name] = Surrogate.fit(
-            features_NF[rows], values_N[rows], features.block_F, settings, DRAWS, rng
+            features_NF, values_N[rows], features.block_F, settings, DRAWS, rng
         )
     return found
 

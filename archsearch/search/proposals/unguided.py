@@ -11,6 +11,7 @@ from ...config import RunConfig
 from ...headmap import HeadMap, ModelShape
 from ..samplers import derive_seed
 from ..seeds import ScoreTables
+from .archive import Archive
 from .base import Evaluated, Proposal
 from .pool import Pool
 from .units import Costs, Units
@@ -27,14 +28,16 @@ class RandomProposals:
         self._config, self._name = config, name
         self._units = Units(shape, whole_groups=config.search.representation == "groups")
         self._costs = Costs(self._units, config.cost)
+        self._archive = Archive(self._units, np.ones(len(config.search.objectives)), ())
 
     def propose(
         self, candidate: int, history: Sequence[Evaluated], busy: Collection[HeadMap]
     ) -> Proposal:
         """A random new map."""
         rng = np.random.default_rng(derive_seed(self._config.seed, self._name, candidate))
-        known = [*(evaluated.head_map for evaluated in history), *busy]
-        pool = Pool(self._units, self._costs, self._config.search.constraints, known)
+        self._archive.read(history)
+        bounds = self._config.search.constraints
+        pool = Pool(self._units, self._costs, bounds, self._archive.keys, busy)
         return Proposal(self._units.to_map(pool.blind(rng)))
 
     def describe(self, head_map: HeadMap) -> Mapping[str, float]:

@@ -35,7 +35,6 @@ class Units:
         """1 where a unit belongs to a KV group."""
         self.layer_UL: Row = np.eye(shape.num_layers).repeat(self.units_of_layer, axis=0)
         """1 where a unit belongs to a layer."""
-        self._known: dict[tuple[str, ...], Row] = {}
 
     def of_maps(self, maps: Sequence[HeadMap]) -> Row:
         """Share of each unit's heads that are full attention, [P, U]."""
@@ -44,12 +43,16 @@ class Units:
         return np.stack([self._of_map(head_map) for head_map in maps])
 
     def _of_map(self, head_map: HeadMap) -> Row:
-        # A history is read anew at each proposal.
-        if head_map.layers not in self._known:
-            text = "".join(head_map.layers)
-            full = np.frombuffer(text.encode("ascii"), dtype=np.uint8) == ord(Operator.FULL)
-            self._known[head_map.layers] = full.reshape(self.count, -1).mean(axis=1)
-        return self._known[head_map.layers]
+        text = "".join(head_map.layers)
+        full = np.frombuffer(text.encode("ascii"), dtype=np.uint8) == ord(Operator.FULL)
+        shares: Row = full.reshape(self.count, -1).mean(axis=1)
+        return shares
+
+    @staticmethod
+    def key(shares_U: Row) -> bytes | None:
+        """What tells the map from others that are bits; None where a unit is partly full attention."""
+        whole = ((shares_U == 0) | (shares_U == 1)).all()
+        return (shares_U > 0.5).tobytes() if whole else None
 
     def to_map(self, full_U: Bits) -> HeadMap:
         """The head map of one row."""
