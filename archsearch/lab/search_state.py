@@ -3,8 +3,8 @@
     python -m archsearch.lab.search_state --run-dir runs/state --figures runs/lab/search_state.json
     python -m archsearch.lab.search_state --run-dir runs/state --figures ... --part soak
 
-Three parts, all on the CPU and with made-up metrics (stand_in.py): determinism, soak, kills. A part's figures replace those of
-an earlier call; the exit status is not 0 where one misses its bound.
+Four parts, all on the CPU and with made-up metrics (stand_in.py): determinism, soak, storage, kills. Figures replace those of an
+earlier call, of the soak and of storage those of the same sampler; the exit status is not 0 where one misses its bound.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..search.samplers import quiet_optuna
 from .entry import run_script, script_parser
 from .records import LabBook
 from .search_kills import DEADLINE, count_faults, finish, kill_many, start
+from .search_storage import storage_seconds
 from .stand_in import Settings, search
 from .whole_search import open_database, read_trials, repeated
 
@@ -34,6 +35,7 @@ LENGTHS = {"proxy_tokens": [0, 100, 400], "halving": {}}
 CASES: dict[str, dict[str, Any]] = {
     "tpe on ranked": {"sampler": "tpe"},
     "nsga2 on ranked": {"sampler": "nsga2"},
+    "guided on free": {"sampler": "guided", "representation": "free"},
     "guided on groups": {"sampler": "guided", "representation": "groups"},
     "random on groups": {"sampler": "random", "representation": "groups"},
 }
@@ -42,8 +44,10 @@ FLAT_BYTES = 64 * 2**20
 """Growth of the driver over the last three quarters of the soak that still counts as flat: a trial's own record is some kB."""
 RESPONSE_BYTES = 5e6
 TRIALS_A_SECOND = 20.0
-PARTS = ("determinism", "soak", "kills")
-TRIALS = {"determinism": 96, "soak": 2000, "kills": 400}
+STORAGE_SECONDS = 0.04
+"""Most that a trial's writes may take, mean of the last fifth of the trials."""
+PARTS = ("determinism", "soak", "storage", "kills")
+TRIALS = {"determinism": 96, "soak": 2000, "storage": 500, "kills": 400}
 
 
 @dataclass
@@ -115,7 +119,7 @@ def measure_soak(place: Path, check: Check, trials: int, case: str, workers: int
         if done % (total // 20) == 0:
             sizes.append(process.memory_info().rss)
 
-    with RunDir(place / "soak") as run_dir:
+    with RunDir(place / case.replace(" ", "-")) as run_dir:
         began = time.monotonic()
         search(run_dir, settings, progress=watch)
         seconds = time.monotonic() - began
@@ -186,6 +190,22 @@ def dashboard_response(run_dir: RunDir, name: str) -> tuple[int, float]:
     return len(body), took
 
 
+def measure_storage(place: Path, check: Check, trials: int, case: str) -> None:
+    """What the last fifth of many trials costs in the database, in this process."""
+    with RunDir(place / case.replace(" ", "-")) as run_dir:
+        seconds = storage_seconds(run_dir, Settings({"trials": trials, **CASES[case]}))
+    last = seconds[-(trials // 5) :]
+    own: dict[str, Any] = {"trials": trials, "sampler": case}
+    check.add(
+        "storage: seconds of a trial's writes, mean of the last fifth",
+        sum(last) / len(last),
+        "s",
+        most=STORAGE_SECONDS,
+        **own,
+    )
+    check.add("storage: seconds of a trial's writes, most of those", max(last), "s", **own)
+
+
 def measure_kills(place: Path, check: Check, trials: int, kills: int, seed: int) -> None:
     """One search, killed so many times."""
     settings = Settings({"trials": trials, "max_retries": kills, **LENGTHS}, seconds=0.01)
@@ -212,6 +232,12 @@ def measure_kills(place: Path, check: Check, trials: int, kills: int, seed: int)
         check.add(f"kills: {name} at the end", count, name.split()[0], exactly=0, **own)
 
 
+def kept_rows(known: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Known figures that no new one of the same name, and sampler where it has one, replaces."""
+    replaced = {(row["metric"], row.get("sampler")) for row in new}
+    return [row for row in known if (row["metric"], row.get("sampler")) not in replaced]
+
+
 def main() -> None:
     """Command line entry. Raises RunFault where a figure misses its bound."""
     parser = script_parser(__doc__)
@@ -219,7 +245,10 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="all where not given")
     parser.add_argument("--trials", type=int, help="of each search")
     parser.add_argument(
-        "--case", choices=[*CASES], default="guided on groups", help="sampler of the soak"
+        "--case",
+        choices=[*CASES],
+        action="append",
+        help="samplers of the soak and of storage; guided on groups where not given",
     )
     parser.add_argument("--kills", type=int, default=50, help="least SIGKILLs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills")
@@ -233,13 +262,14 @@ def main() -> None:
         trials = args.trials or TRIALS[part]
         if part == "determinism":
             measure_determinism(place, check, trials)
-        elif part == "soak":
-            measure_soak(place, check, trials, args.case)
-        else:
+        elif part == "kills":
             measure_kills(place, check, trials, args.kills, args.seed)
+        else:
+            measure = measure_soak if part == "soak" else measure_storage
+            for case in args.case or ("guided on groups",):
+                measure(place, check, trials, case)
     known = json.loads(args.figures.read_text()) if args.figures.exists() else []
-    new = {row["metric"] for row in check.book.rows}
-    check.book.rows = [row for row in known if row["metric"] not in new] + check.book.rows
+    check.book.rows = kept_rows(known, check.book.rows) + check.book.rows
     check.book.write(args.figures)
     if check.faults:
         raise RunFault("; ".join(check.faults))

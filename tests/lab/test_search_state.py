@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,18 @@ from archsearch.errors import RunFault
 from archsearch.headmap import HeadMap, Operator
 from archsearch.lab.records import LabBook
 from archsearch.lab.search_kills import Tally, _compare, count_faults, kill_many
-from archsearch.lab.search_state import Check, dashboard_response, measure_soak
+from archsearch.lab.search_state import (
+    Check,
+    dashboard_response,
+    kept_rows,
+    measure_soak,
+    measure_storage,
+)
+from archsearch.lab.search_storage import storage_seconds
 from archsearch.lab.stand_in import SHAPE, Settings, StandInWorker, score_tables, search
 from archsearch.rundir import RunDir
 from archsearch.search.records import TrialSpec
+from archsearch.search.study import RungStudy
 
 SEARCH = {"trials": 24, "sampler": "random", "proxy_tokens": [0, 100], "halving": {}}
 
@@ -110,3 +120,28 @@ def test_the_soak_counts_and_measures(tmp_path: Path, shared_ray: None) -> None:
     assert rows["soak: candidates or maps evaluated twice"] == 0
     assert rows["soak: dashboard's answer for the study"] > 60 * 200
     assert not [fault for fault in check.faults if "a second" not in fault]
+
+
+def test_writes_of_each_trial_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = RungStudy.end
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.05)
+        end(*given)
+
+    monkeypatch.setattr(RungStudy, "end", slow)
+    with RunDir(tmp_path / "slow") as run_dir:
+        seconds = storage_seconds(run_dir, Settings({"trials": 4, "sampler": "random"}))
+    assert len(seconds) == 4
+    assert min(seconds) > 0.05
+    assert RungStudy.end is slow
+    check = Check(LabBook(0), [])
+    measure_storage(tmp_path, check, 5, "random on groups")
+    assert [row["unit"] for row in check.book.rows] == ["s", "s"]
+    assert check.faults[0].startswith("storage: seconds of a trial's writes")
+
+
+def test_figures_of_other_samplers_are_kept() -> None:
+    old = [{"metric": "a"}, {"metric": "a", "sampler": "x"}, {"metric": "b", "sampler": "x"}]
+    assert kept_rows(old, [{"metric": "a", "sampler": "x"}]) == [old[0], old[2]]
+    assert kept_rows(old, [{"metric": "a"}]) == old[1:]
