@@ -41,7 +41,10 @@ def record_cuda_graph(work: Work, static: Tensor, parameters: Sequence[nn.Parame
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), _kept():
         stream = _capture_stream(device)
         # Only this thread's calls are watched: autograd's own allocate, others may copy to the device.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with (
+            _generator_kept(device),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             result = work(static)
     gradients = [parameter.grad for parameter in parameters]
 
@@ -59,6 +62,18 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     # One for all recordings: cuBLAS keeps a workspace for each stream that it has ever seen, in the memory of the
     # first graph, which would then never be given back.
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _generator_kept(device: torch.device) -> Iterator[None]:
+    """Has the device draw at random again after a capture that failed, which leaves its generator waiting for the end."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    try:
+        yield
+    except BaseException:
+        # A copy of a state is in no capture.
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 @contextmanager

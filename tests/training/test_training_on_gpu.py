@@ -42,7 +42,7 @@ def on_gpu(teacher: Teacher) -> Teacher:
 
 
 def student_of(teacher: Teacher) -> HydraHeadForCausalLM:
-    supernet = random_supernet(random_teacher())
+    supernet = random_supernet(random_teacher(head_dim=teacher.shape.head_dim))
     nn.Module.to(supernet, teacher.device)
     return cut(teacher, supernet, HeadMap(teacher.shape, ROWS), copy=True)
 
