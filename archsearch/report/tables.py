@@ -60,7 +60,7 @@ def hypervolume_table(summary: RunSummary) -> Table:
         " ".join(
             [
                 "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
-                *(f"The search {stop}." for stop in summary.stops),
+                *(f"The {stop}." for stop in summary.stops),
             ]
         ),
     )

@@ -39,6 +39,8 @@ class RungOutcome:
     """Of the intervals, where this is the final stage."""
     stop: Stop | None = None
     """Why fewer candidates were begun than were wanted, where that is so."""
+    control_stop: Stop | None = None
+    """The same of the random control, which may have no more candidates than the search had."""
 
     def to_json(self) -> dict[str, Any]:
         """The rung as an entry of trials.json."""
@@ -61,6 +63,7 @@ class RungOutcome:
             ],
             "failures": [asdict(failure) for failure in self.failures],
             "stopped": str(self.stop) if self.stop else None,
+            "control_stopped": str(self.control_stop) if self.control_stop else None,
             "pruned": [asdict(row) for rows in self.pruned for row in rows],
         }
 
@@ -100,11 +103,15 @@ class SearchOutcome:
         return [*self.fronts.lines(), *self.stops()]
 
     def stops(self) -> list[str]:
-        """What ended rungs before all of their candidates were begun."""
+        """What ended rungs before all of their candidates were begun; of the random control only what did not end the search."""
         return [
-            f"stopped at {rung.proxy_tokens} tokens by {rung.stop}"
+            f"{who} stopped at {rung.proxy_tokens} tokens by {stop}"
             for rung in self.rungs
-            if rung.stop
+            for who, stop in (
+                ("search", rung.stop),
+                ("random control", rung.control_stop if rung.control_stop != rung.stop else None),
+            )
+            if stop
         ]
 
     @property
@@ -119,6 +126,7 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
     found = [s.candidates(constrained=constrained) if s else [] for s in studies]
     search, control = found[0], found[1] if len(found) > 1 else []
     pruned = [*(s.pruned() if s else [] for s in studies), []]
+    stops = [*(s.stop() if s else None for s in studies), None]
     return RungOutcome(
         tokens,
         search,
@@ -127,7 +135,8 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
         Fronts.of(config.search.objectives, search, control, tokens),
         (pruned[0], pruned[1]),
         config.search.final.confidence if tokens == config.search.final.tokens else None,
-        studies[0].stop() if studies[0] else None,
+        stops[0],
+        stops[1],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 
 from archsearch.headmap import HeadMap
+from archsearch.report.summary import read_summary
+from archsearch.report.tables import hypervolume_table
+from archsearch.rundir import RunDir
 from archsearch.search import stopping
-from archsearch.search.front import Candidate, Scale, pareto_front
+from archsearch.search.front import CONTROL, Candidate, Scale, pareto_front
 from archsearch.search.proposals.base import Evaluated
 from archsearch.search.stopping import candidate_tokens, hypervolume_gain, patience_limit
 from tests.search.fakes import SHAPE, FakeWorker, fake_config, fake_search, read_log
@@ -70,10 +74,12 @@ def test_patience_ends_a_search_the_same_way_in_every_call(tmp_path: Path) -> No
     assert (rung.stop.begun, rung.stop.wanted) == (len(rung.search), 60)
     assert 8 <= len(rung.search) < 60
     assert len(rung.control) == len(rung.search)
-    line = f"stopped at 0 tokens by search.patience 4, no gain in hypervolume above 0: {len(rung.search)} of 60 candidates"
+    line = f"search stopped at 0 tokens by search.patience 4, no gain in hypervolume above 0: {len(rung.search)} of 60 candidates"
     assert outcome.lines[-1] == line
     written = json.loads((tmp_path / "trials.json").read_text())["rungs"][0]
-    assert written["stopped"] == line.removeprefix("stopped at 0 tokens by ")
+    assert written["stopped"] == line.removeprefix("search stopped at 0 tokens by ")
+    # The control has as many, which is no end of its own.
+    assert rung.control_stop == rung.stop
     calls = read_log(tmp_path / "calls.jsonl")
     again = fake_search(fake_config(**options), tmp_path)
     assert again.lines == outcome.lines
@@ -167,6 +173,33 @@ def test_minutes_are_shared_by_the_proxies_and_counted_over_calls(
     assert max(counts.values()) == 1
 
 
+def test_a_control_that_ends_for_itself_is_named_beside_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+
+    class Slow(FakeWorker):
+        def __call__(self, spec: Any) -> Any:
+            nonlocal now
+            now += 60 if spec.method == CONTROL else 1
+            return super().__call__(spec)
+
+    config = fake_config(trials=20, max_minutes=3.0, random_control=True)
+    outcome = fake_search(config, tmp_path, worker=Slow)
+    rung = outcome.rungs[0]
+    assert (len(rung.search), rung.stop) == (20, None)
+    assert len(rung.control) == 3
+    stop = "search.max_minutes 3: 3 of 20 candidates"
+    assert outcome.lines[-1] == f"random control stopped at 0 tokens by {stop}"
+    written = json.loads((tmp_path / "trials.json").read_text())["rungs"][0]
+    assert (written["stopped"], written["control_stopped"]) == (None, stop)
+    (tmp_path / "teacher.json").write_text(json.dumps({"model": asdict(SHAPE)}))
+    said = hypervolume_table(read_summary(RunDir(tmp_path))).note
+    assert f"The random control stopped at 0 tokens by {stop}." in said
+    assert "The search stopped" not in said
+
+
 def test_what_time_cuts_off_at_a_later_proxy_is_named_and_may_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,4 +233,6 @@ def test_where_nobody_may_go_on_the_last_front_that_is_there_stays(tmp_path: Pat
     assert outcome.fronts.points
     pareto = json.loads((tmp_path / "pareto.json").read_text())
     assert (pareto["proxy_tokens"], len(pareto["points"])) == (0, len(outcome.fronts.points))
-    assert outcome.lines[-1].startswith("stopped at 100 tokens by search.max_tokens 10: 0 of ")
+    assert outcome.lines[-1].startswith(
+        "search stopped at 100 tokens by search.max_tokens 10: 0 of "
+    )
