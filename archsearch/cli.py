@@ -188,6 +188,10 @@ def fidelity(
     share: Annotated[
         float, typer.Option(metavar="S", help="Share of full-attention heads of the good maps.")
     ] = 0.125,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METRIC", help="Counts too after long training; may be given again."),
+    ] = None,
     keep_logits: Annotated[
         bool, typer.Option("--keep-logits", help="Leaves RUN/teacher_logits to the next call.")
     ] = False,
@@ -201,7 +205,9 @@ def fidelity(
 
         _tell_backends(debug)
         counts = None if maps is None else counts_of(maps)
-        options = Options(counts, tokens, tuple(at or ()), repeats, share)
+        options = Options(
+            counts, tokens, tuple(at or ()), repeats, share, targets=tuple(target or ())
+        )
         run_dir = _writable(run)
         plan, printer = plan_fidelity(run_dir, options), Printer()
         for line in plan.lines():

@@ -11,6 +11,7 @@ from typing import get_args
 from .config import RunConfig, ScoreMethod
 from .errors import ConfigError
 from .execution.base import Payload
+from .fidelity.analysis import has_direction
 from .fidelity.driver import tasks_of
 from .fidelity.predictors import TWIN_ERROR, predictors_of
 from .fidelity.records import FIDELITY_FILE, Group, Settings, Study, Subject, read_study
@@ -24,6 +25,7 @@ from .rundir import RunDir, score_file
 from .search.front import Candidate
 from .search.outcome import read_outcome
 from .search.ranking import Table
+from .search.records import measured_metrics
 from .search.seeds import read_scores
 from .search.trial import SUPERNET_FILE
 from .stages import ALIGNMENT_FILE, check_supernet
@@ -55,6 +57,8 @@ class Options:
     needs_front: bool = True
     overrides: tuple[str, ...] = ()
     """`a.b=value` on the run's config, in the sections that say how students are trained."""
+    targets: tuple[str, ...] = ()
+    """Metrics that count after long training beside the objectives and KL."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class FidelityPlan:
     workers: int
     makes_text: bool
     """Whether the run's own training text is too short."""
+    targets: tuple[str, ...] = ()
+    """Options.targets."""
 
     @property
     def missing(self) -> int:
@@ -116,6 +122,7 @@ def plan_fidelity(run_dir: RunDir, options: Options) -> FidelityPlan:
     """
     _check(options)
     config = changed_config(run_dir, options.overrides)
+    _check_targets(config, options.targets)
     if options.needs_front:
         run_dir.require_search("pareto.json")
     check_supernet(run_dir, config)
@@ -135,7 +142,7 @@ def plan_fidelity(run_dir: RunDir, options: Options) -> FidelityPlan:
     there, wanted = (training_rows(c) for c in (config, training_config(config, settings.tokens)))
     seconds = _map_seconds(config, info, study)
     makes_text = wanted.text > there.text or wanted.prompts > there.prompts
-    return FidelityPlan(config, study, repeats, seconds, workers, makes_text)
+    return FidelityPlan(config, study, repeats, seconds, workers, makes_text, options.targets)
 
 
 def _check(options: Options) -> None:
@@ -144,6 +151,16 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--share {options.share:g}: allowed: between 0 and 1")
     if options.counts is not None and sum(options.counts.values()) < 2:
         raise ConfigError(f"--maps {sum(options.counts.values())}: allowed: 2 or more")
+
+
+def _check_targets(config: RunConfig, targets: tuple[str, ...]) -> None:
+    """Raises ConfigError for a target that the run does not measure, or that is no better either way."""
+    allowed = [name for name in measured_metrics(config) if has_direction(name)]
+    for name in targets:
+        if name not in allowed:
+            raise ConfigError(
+                f"--target {name}: the run has no such measure; allowed: {', '.join(allowed)}"
+            )
 
 
 def training_config(config: RunConfig, tokens: int) -> RunConfig:

@@ -53,7 +53,7 @@ def run_fidelity(
         finally:
             if not keep_logits:
                 shutil.rmtree(run_dir / TEACHER_LOGITS, ignore_errors=True)
-        study = analyse(study, targets_of(plan.config.search.objectives, study))
+        study = analyse(study, targets_of(plan.config.search.objectives, study, plan.targets))
         write_study(run_dir, study)
         write_report(run_dir)
     for table in fidelity_tables(study):

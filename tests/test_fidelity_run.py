@@ -106,6 +106,19 @@ def test_the_same_command_trains_nothing_again(studied: tuple[Path, str]) -> Non
         assert study_of(run) == before
 
 
+def test_other_metrics_of_long_training_can_count(
+    studied: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(studied[0], run)
+    wanted = "top1_agreement"
+    status, output = call("fidelity", run, "--target", wanted)
+    assert status == 0, output
+    assert "0 maps are missing" in output
+    assert f"How well a short look predicts {wanted} after 384 tokens" in output
+    assert wanted in {row.metric for row in study_of(run).agreements}
+
+
 def test_more_maps_are_added_to_the_ones_there(studied: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(studied[0], tmp_path / "run")
     before = study_of(tmp_path / "run")
@@ -130,6 +143,14 @@ def test_more_maps_are_added_to_the_ones_there(studied: tuple[Path, str], tmp_pa
         ),
         (["--tokens", "960", "--at", "961"], "--at 961: allowed: 0 to 960, the tokens of a map"),
         (["--maps", "4", "--repeats", "5", *SHARE], "--repeats 5: allowed: 0 to the 4 maps"),
+        (
+            ["--target", "niah_nll"],
+            "--target niah_nll: the run has no such measure; allowed: kl, top1_agreement, ",
+        ),
+        (
+            ["--target", "cache_bytes"],
+            "--target cache_bytes: the run has no such measure; allowed: ",
+        ),
         (["--maps", "999"], "--maps 999: 8 heads give fewer such maps; allowed: 2 to "),
     ],
 )

@@ -86,11 +86,13 @@ def analyse(study: Study, targets: Sequence[str]) -> Study:
     return replace(study, agreements=tuple(agreements), ceilings=tuple(ceilings))
 
 
-def targets_of(objectives: Sequence[ObjectiveConfig], study: Study) -> list[str]:
-    """The metrics of long training that count: the objectives that are no cost, and KL."""
-    names = [objective.metric for objective in objectives if _has_direction(objective.metric)]
+def targets_of(
+    objectives: Sequence[ObjectiveConfig], study: Study, more: Sequence[str] = ()
+) -> list[str]:
+    """The metrics of long training that count: the objectives that are no cost, KL, and more that are asked for."""
+    names = [objective.metric for objective in objectives if has_direction(objective.metric)]
     known = next(iter(study.runs.values())).readings[0].metrics if study.runs else {}
-    return [name for name in dict.fromkeys([*names, "kl"]) if name in known]
+    return [name for name in dict.fromkeys([*names, "kl", *more]) if name in known]
 
 
 def groups_of(study: Study, target: str) -> list[MapGroup]:
@@ -115,7 +117,7 @@ def proxies_of(study: Study, target: str) -> Iterator[Proxy]:
     """All ways to order maps by what costs less than a whole run."""
     lengths = study.settings.lengths
     runs = list(study.runs.values())
-    metrics = [name for name in runs[0].readings[0].metrics if _has_direction(name)]
+    metrics = [name for name in runs[0].readings[0].metrics if has_direction(name)]
     for name in metrics:
         yield Proxy(name, 0, _reading(name, 0))
     names = dict.fromkeys(name for s in study.subjects for name in s.predictors)
@@ -196,7 +198,7 @@ def _is_level(pairs: Sequence[Pair]) -> bool:
     return bool(shares) and max(shares) - min(shares) <= SAME_SHARE
 
 
-def _has_direction(metric: str) -> bool:
+def has_direction(metric: str) -> bool:
     """Whether smaller or larger is known to be better. FA share is a cost, and among the predictors."""
     return is_loss(metric) or (is_share(metric) and metric != "fa_share")
 

@@ -205,16 +205,14 @@ class Study:
             raise ValueError(f"malformed ({error!r})") from error
 
 
-def read_study(run_dir: RunDir) -> Study | None:
+def read_study(run_dir: RunDir, name: str = FIDELITY_FILE) -> Study | None:
     """The study of a run, None where there is none. Raises ConfigError where its file is damaged."""
-    if not (run_dir / FIDELITY_FILE).exists():
+    if not (run_dir / name).exists():
         return None
     try:
-        return Study.from_json(run_dir.read_json(FIDELITY_FILE))
+        return Study.from_json(run_dir.read_json(name))
     except ValueError as error:
-        raise ConfigError(
-            f"{run_dir / FIDELITY_FILE}: damaged or of another version: {error}"
-        ) from error
+        raise ConfigError(f"{run_dir / name}: damaged or of another version: {error}") from error
 
 
 def write_study(run_dir: RunDir, study: Study) -> None:

@@ -115,6 +115,9 @@ def main() -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], help="such as distill.replay=true"
     )
+    parser.add_argument(
+        "--targets", nargs="+", default=(), help="metrics that count beside the objectives and KL"
+    )
     parser.add_argument("--dry-run", action="store_true", help="stops after the plan")
     args = parser.parse_args()
     run_dir, printer = RunDir(args.run), Printer()
@@ -126,6 +129,7 @@ def main() -> None:
         args.share,
         needs_front=False,
         overrides=tuple(args.overrides),
+        targets=tuple(args.targets),
     )
     plan = plan_fidelity(run_dir, options)
     for line in plan.lines():
@@ -135,7 +139,7 @@ def main() -> None:
     seconds = args.seconds - ANALYSIS_SECONDS
     study = run_fidelity(run_dir, plan, printer, seconds=seconds, keep_logits=args.keep_logits)
     book = LabBook(plan.config.seed)
-    record(study, targets_of(plan.config.search.objectives, study), book)
+    record(study, targets_of(plan.config.search.objectives, study, plan.targets), book)
     book.write(args.figures)
     for line in best_lines(study):
         printer.line(line)
