@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from .attention.dispatch import OPERATORS
 from .attention.modeling_hydrahead import HydraHeadForCausalLM
-from .errors import ConfigError
+from .errors import ConfigError, EnvironmentFault
 from .headmap import HeadMap, Operator
+from .rundir import RunDir, nearest_folder
 
 AUTO_MAP = {
     "AutoConfig": "configuration_hydrahead.HydraHeadConfig",
@@ -99,20 +100,30 @@ def export(
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ConfigError where there is something at that path that is no empty folder; makes nothing."""
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"--to {directory}: cannot make this folder (a file is there)")
+    """Raises ConfigError where there is something at that path that is no empty folder, EnvironmentFault where nothing can be
+    written; makes nothing.
+    """
     if directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(f"--to {directory}: the folder is not empty; name a new or empty one")
+    check_writable(directory)
+
+
+def check_writable(directory: Path) -> None:
+    """Raises ConfigError where a file is in the place of that folder, EnvironmentFault where nothing can be written; makes nothing."""
+    place = nearest_folder(directory)
+    if not place.is_dir():
+        where = "a file is there" if place == directory else f"{place} is a file"
+        raise ConfigError(f"--to {directory}: cannot make this folder ({where})")
+    RunDir(directory).require_writable()
 
 
 def prepare_directory(directory: Path) -> None:
-    """Makes the directory. Raises ConfigError where it exists and is not empty, or cannot be made."""
+    """Makes the directory. Raises ConfigError where it exists and is not empty, EnvironmentFault where it cannot be made."""
     check_directory(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
+        raise EnvironmentFault(
             f"--to {directory}: cannot make this folder ({error.strerror})"
         ) from error
 

@@ -15,7 +15,7 @@ from .config import RunConfig
 from .data.corpora import Packed
 from .errors import ConfigError
 from .evaluation.harness import check_harness_package
-from .export import check_directory
+from .export import check_directory, check_writable
 from .fidelity_plan import TRAINING_COST
 from .footprint import checkpoint_bytes, teacher_bytes
 from .headmap import HeadMap, ModelShape, Operator
@@ -132,6 +132,8 @@ def plan_training(
     choice.check()
     config = read_settings(run_dir, tokens, overrides)
     (tokens,) = config.search.proxy_tokens
+    if to is not None and not (to / TRAINING_FILE).exists():
+        check_writable(to)  # Before the seconds that the rest takes.
     check_supernet(run_dir, config)
     run_dir.require_search(SUPERNET_FILE)
     info = inspect_teacher(config.teacher)
@@ -159,7 +161,7 @@ def plan_training(
 
 
 def check_place(plan: TrainPlan) -> None:
-    """Raises ConfigError where the directory holds anything but this training."""
+    """Raises ConfigError where the directory holds anything but this training, EnvironmentFault where its rest cannot be written."""
     directory = plan.directory
     if (directory / TRAINING_FILE).exists():
         old = RunDir(directory).read_json(TRAINING_FILE)
@@ -172,9 +174,12 @@ def check_place(plan: TrainPlan) -> None:
             raise ConfigError(
                 f"{directory}: holds a training with other settings ({named}); allowed: another --to, or the same options"
             )
+        if old.get("done") is True:
+            return
     # What a kill may have left of the first file does not count.
     elif not directory.is_dir() or any(not p.name.startswith(".") for p in directory.iterdir()):
         check_directory(directory)
+    check_writable(directory)
 
 
 def _point(run_dir: RunDir, choice: Choice, shape: ModelShape) -> dict[str, Any]:

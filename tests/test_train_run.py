@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -361,6 +362,64 @@ def test_faults_of_options_are_one_line(
     assert output.startswith(f"archsearch: {fault.format(**names)}")
     assert len(output.splitlines()) == 1
     assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_a_folder_that_cannot_be_written_is_status_3_before_any_work(
+    run: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object) -> None:
+        raise AssertionError("begun")
+
+    monkeypatch.setattr("archsearch.train_plan.check_supernet", work)
+    monkeypatch.setattr("archsearch.candidates.check_supernet", work)
+
+    def said(to: Path | str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [command, str(run), "--knee", "--to", str(to)])
+        return result.exit_code, result.output
+
+    status, output = said("/proc/foo/bar")
+    assert status == 3
+    assert output.startswith("archsearch: /proc/foo/bar: cannot be created (/proc cannot be writ")
+    assert len(output.splitlines()) == 1
+    (tmp_path / "file").touch()
+    for to, place in ((tmp_path / "file/in", f"{tmp_path}/file is"), (tmp_path / "file", "a file")):
+        status, output = said(to)
+        assert status == 2
+        assert output.startswith(f"archsearch: --to {to}: cannot make this folder ({place}")
+
+    def full(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    (tmp_path / "file").unlink()
+    line = f"archsearch: {tmp_path}: cannot be written (read-only file system)\n"
+    assert said(tmp_path) == (3, line)
+
+
+def test_a_training_that_is_begun_is_gone_on_with_only_where_it_can_be_written(
+    trained: tuple[Path, str],
+    run: Path,
+    head_map: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    to = tmp_path / "to"
+    shutil.copytree(trained[0], to)
+    options = (run, "--head-map", head_map, "--tokens", "960", "--to", to)
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryFile", full)
+        assert call(*options)[0] == 0  # It is done.
+        record = training_of(to)
+        (to / "training.json").write_text(json.dumps(record | {"done": False}))
+        status, output = call(*options)
+    assert (status, output) == (
+        3,
+        f"archsearch: {to}: cannot be written (read-only file system)\n",
+    )
 
 
 def test_a_run_without_supernet_or_search_is_status_2(run: Path, tmp_path: Path) -> None:
