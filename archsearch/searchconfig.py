@@ -19,6 +19,8 @@ class HalvingConfig(Section):
     """Quantiles of the objective that is a cost, of all candidates; one where no objective is."""
     floor: NonNegative = 2
     """Candidates of each band that go on whatever their rank, its best ones; they count among those of keep, which they may exceed."""
+    front: bool = True
+    """From the second proxy on all of the front goes on, however large: candidates that were good enough once are mostly on it."""
     seeds: bool = True
     """The front of the seeds goes on too, so that the search is compared with them at their best."""
 

@@ -51,8 +51,9 @@ def promote(
     if config.halving is None:
         return promote_fronts(fronts, search, control, config.max_promoted, "search.max_promoted")
     seeds = fronts.seeds if config.halving.seeds else ()
+    later = fronts.proxy_tokens > config.proxy_tokens[0]
     found = [
-        halve(config, config.halving, fronts.scale, candidates, always)
+        halve(config, config.halving, fronts.scale, candidates, always, later=later)
         for candidates, always in ((search, seeds), (control, ()))
     ]
     return found[0], found[1]
@@ -101,8 +102,13 @@ def halve(
     scale: Scale,
     candidates: Sequence[Candidate],
     always: Sequence[Candidate] = (),
+    *,
+    later: bool = False,
 ) -> Promotion:
-    """options.keep of the candidates, options.floor of each cost band at the least, and beyond these always."""
+    """options.keep of the candidates, options.floor of each cost band at the least, and beyond these always.
+
+    later: whether they are not the first proxy's, so that options.front counts. A share of a share would cut the front.
+    """
     bounds = [bound for bound in config.constraints if bound.metric in COSTS]
     too_costly = {
         c.candidate: f"outside search.constraints: {reason}"
@@ -116,6 +122,9 @@ def halve(
     for band in range(max(bands.values(), default=-1) + 1):
         own = [c for c in judged if bands[c.candidate] == band]
         chosen += _best(scale, own, ranks, options.floor)
+    if later and options.front:
+        front = [c for c in judged if c.feasible and ranks[c.candidate] == 0]
+        count = max(count, len({c.candidate for c in (*chosen, *front)}))
     chosen += _best(scale, judged, ranks, count - len(chosen), chosen)
     # Whoever is cut off the end for want of tokens or time ranks last.
     chosen.sort(key=lambda c: ranks[c.candidate])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from archsearch.config import RunConfig
+from archsearch.configfile import load_config
 from archsearch.errors import ConfigError
 from archsearch.execution.serial import SerialExecutor
 from archsearch.fidelity.records import write_study
@@ -107,14 +108,16 @@ def test_what_is_lost_is_lost_hypervolume() -> None:
     late = points([(4, 0), (0, 4), (1, 1), (4, 4)])
     options = {"keep": 0.5, "floor": 0, "bands": 1}
     found = replay(config_of(halving=options), [early, late, late])
-    assert found.kept == (4, 2, 1)
+    assert found.kept == (4, 2, 2)
     # Losses over 4.4: the front's box is the same, since it reaches as far.
     whole = (4.4 - 1) * (4.4 - 1) + 2 * 0.4
-    assert found.volume == pytest.approx(0.4 * 4.4 / whole)
+    assert found.volume == pytest.approx((2 * 0.4 * 4.4 - 0.4**2) / whole)
     assert found.box_volume == pytest.approx(found.volume)
-    assert (found.front, found.front_reached) == (3, 1)
-    bad = [*late, Candidate(4, "search", {"kl": 40.0, "cache_bytes": 40.0, "fa_share": 0.0}, MAP)]
-    wide = replay(config_of(halving=options), [bad, bad, bad])
+    assert (found.front, found.front_reached) == (3, 2)
+    # A bad map more makes room in the one box alone.
+    bad = Candidate(4, "search", {"kl": 40.0, "cache_bytes": 40.0, "fa_share": 0.0}, MAP)
+    wide = replay(config_of(halving=options), [[*rung, bad] for rung in (early, late, late)])
+    assert wide.box_volume == pytest.approx(found.box_volume)
     assert wide.box_volume < wide.volume
 
 
@@ -220,8 +223,9 @@ def test_the_table_and_the_figures_are_of_every_pair_and_keep(
     monkeypatch.setattr("sys.argv", ["halving", *words, "0.3", "0.5", "--figures", str(out)])
     halving.main()
     rows = json.loads(out.read_text())
+    own = tuple(o.metric for o in load_config(halving.CONFIG).search.objectives)
     assert {(tuple(row["objectives"]), row["keep"]) for row in rows} == {
-        (pair, keep) for pair in halving.PAIRS for keep in (0.3, 0.5)
+        (objectives, keep) for objectives in (*halving.PAIRS, own) for keep in (0.3, 0.5)
     }
     assert {row["machine"] for row in rows} == {"one GPU"}
     assert all(len(row["kept"]) == 2 and row["kept"][0] == 12 for row in rows)

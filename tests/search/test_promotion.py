@@ -65,6 +65,38 @@ def test_a_share_goes_on_lowest_ranks_first_and_none_is_lost(objectives: int, se
     assert front <= {number for number, rank in ranks.items() if rank == 0}
 
 
+@pytest.mark.parametrize("objectives", [1, 2, 3])
+@pytest.mark.parametrize("floor", [0, 2])
+def test_from_the_second_proxy_on_the_front_is_whole(objectives: int, floor: int) -> None:
+    config = search_config(
+        objectives, proxy_tokens=[50, 100], halving={"keep": 0.05, "floor": floor}
+    )
+    candidates = draw(60, 7)
+    first, second = (
+        promote(config, Fronts.of(config.objectives, candidates, [], tokens), candidates, [])[0]
+        for tokens in (50, 100)
+    )
+    front = pareto_front(candidates, Scale.of(config.objectives, candidates))
+    assert {*numbers(front)} <= {*numbers(second.chosen)}
+    # Beyond them nothing but what the floor gives.
+    assert {*numbers(second.chosen)} == {*numbers(front), *numbers(first.chosen)}
+    assert len(second.pruned) + len(second.chosen) == 60
+    if objectives > 1:
+        assert len(second.chosen) > len(first.chosen)
+    options = HalvingConfig(keep=0.05, floor=floor, front=False)
+    without = config.model_copy(update={"halving": options})
+    fronts = Fronts.of(config.objectives, candidates, [], 100)
+    assert promote(without, fronts, candidates, [])[0] == first
+
+
+def test_a_front_that_misses_a_bound_is_cut() -> None:
+    bounds = [{"metric": "kl", "max": 0.0}]
+    config = search_config(proxy_tokens=[0, 100], constraints=bounds, halving={"keep": 0.1})
+    candidates = draw(60, 2, feasible=False)
+    fronts = Fronts.of(config.objectives, candidates, [], 100)
+    assert len(promote(config, fronts, candidates, [])[0].chosen) == 8
+
+
 def test_of_the_rank_that_does_not_fit_the_largest_volume_is_kept() -> None:
     config = search_config()
     angles = np.linspace(0, np.pi / 2, 12)
@@ -162,7 +194,7 @@ def both(config: SearchConfig) -> tuple[Fronts, tuple[Promotion, Promotion]]:
 
 
 def test_the_front_of_the_seeds_goes_on_beyond_the_share() -> None:
-    options = {"keep": 0.1, "floor": 0}
+    options = {"keep": 0.1, "floor": 0, "front": False}
     fronts, (with_seeds, control) = both(search_config(halving=options))
     _, (without, _) = both(search_config(halving={**options, "seeds": False}))
     assert numbers(without.chosen) == numbers(with_seeds.chosen)[: len(without.chosen)]
