@@ -3,7 +3,7 @@
     archsearch run search_spaces/tiny.yaml --run-dir RUN --set search.halving.keep=1 --set 'search.proxy_tokens=[0,4_096,16_384]'
     python -m archsearch.lab.halving RUN --figures runs/lab/halving.json
     python -m archsearch.lab.halving --ledger LEDGER --config search_spaces/smollm2_135m_gpu.yaml --figures ...
-    python -m archsearch.lab.halving RUN --fidelity --lengths 0 200000 4000000 --figures ...
+    python -m archsearch.lab.halving --study runs/lab/smollm2_fidelity.json --lengths 0 131072 3997696 --figures ...
 
 Readings of all maps at all lengths are at hand: those of a search that pruned none, of students of archsearch.lab.selection, or of a
 study of proxies. The search's own rule is then played over them (halving_replay).
@@ -141,10 +141,15 @@ def parsed() -> argparse.Namespace:
     """The command line. Raises ConfigError where it names no readings, or several kinds."""
     parser = script_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run directories")
-    parser.add_argument("--fidelity", action="store_true", help="reads RUN's study of proxies")
     parser.add_argument("--ledger", type=Path, help="readings of archsearch.lab.selection")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="what the ledger's search has")
-    parser.add_argument("--name", help="what the ledger's readings are called")
+    parser.add_argument("--study", type=Path, help="a fidelity.json")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=CONFIG,
+        help="what the search of a ledger's or study's maps has",
+    )
+    parser.add_argument("--name", help="what their readings are called")
     parser.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens, of those read")
     parser.add_argument(
         "--keep", type=float, nargs="+", default=KEEPS, help="in place of the config's"
@@ -152,8 +157,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--machine", help="where the readings were made, if not here")
     add_overrides(parser, "config")
     args = parser.parse_args()
-    if bool(args.runs) == bool(args.ledger):
-        raise ConfigError("allowed: RUN, or --ledger")
+    if [bool(args.runs), bool(args.ledger), bool(args.study)].count(True) != 1:
+        raise ConfigError("allowed: RUN, --ledger or --study")
     if not all(0 < keep <= 1 for keep in args.keep):
         raise ConfigError("--keep: allowed: above 0, at most 1")
     return args
@@ -161,16 +166,14 @@ def parsed() -> argparse.Namespace:
 
 def read(args: argparse.Namespace) -> Iterator[tuple[Readings, dict[str, str] | None]]:
     """The readings that the command line names, and the versions that they were made with, where that is known."""
-    if args.ledger:
-        config = load_config(args.config, args.overrides)
-        readings = read_ledger(args.ledger, config, args.lengths)
-        yield replace(readings, name=args.name or readings.name), None
+    for path, reader in ((args.ledger, read_ledger), (args.study, read_fidelity)):
+        if path is not None:
+            readings = reader(path, load_config(args.config, args.overrides), args.lengths)
+            yield replace(readings, name=args.name or readings.name), None
     for path in args.runs:
         run = RunDir(path)
-        config = read_config(run, args.overrides)
         versions = run.read_json("provenance.json")["calls"][-1]["versions"]
-        source = read_fidelity(run, config, args.lengths) if args.fidelity else None
-        yield source or read_run(run, config), versions
+        yield read_run(run, read_config(run, args.overrides)), versions
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 from ..config import RunConfig
 from ..errors import ConfigError
-from ..fidelity.records import FIDELITY_FILE, read_study
 from ..headmap import HeadMap, Operator
 from ..rundir import RunDir
 from ..search.front import SEARCH, Candidate
 from ..search.outcome import read_outcome
 from ..search.space import analytic_costs
 from .bench_folder import read_shape
+from .fidelity_targets import read_file
 from .ledger import VALUES, Ledger
 from .selection_maps import deciding, retrieval_columns, retrieval_nll
 from .student_worker import TEACHER
@@ -82,14 +82,12 @@ def read_ledger(path: Path, config: RunConfig, lengths: Sequence[int] = ()) -> R
     return _readings(str(path), config, found, lengths, teacher)
 
 
-def read_fidelity(run: RunDir, config: RunConfig, lengths: Sequence[int] = ()) -> Readings:
-    """The maps of a run's study of proxies, its first seed. No map counts as a seed of a search.
+def read_fidelity(path: Path, config: RunConfig, lengths: Sequence[int] = ()) -> Readings:
+    """The maps of a study of proxies, its first seed; config says costs and who goes on. No map counts as a seed of a search.
 
     Raises ConfigError where there is no study.
     """
-    study = read_study(run)
-    if study is None:
-        raise ConfigError(f"{run / FIDELITY_FILE}: missing; `archsearch fidelity` makes it")
+    study = read_file(path)
     runs = [(subject.head_map, study.of(subject)) for subject in study.subjects]
     found = {
         head_map: {reading.tokens: reading.metrics for reading in own.readings}
@@ -101,7 +99,7 @@ def read_fidelity(run: RunDir, config: RunConfig, lengths: Sequence[int] = ()) -
     share = settings.proxy_decay_share if as_trials else settings.decay_share
     distill = config.distill.model_copy(update={"decay_share": share})
     config = config.model_copy(update={"distill": distill})
-    return _readings(str(run / FIDELITY_FILE), config, found, lengths, None)
+    return _readings(str(path), config, found, lengths, None)
 
 
 def _readings(

@@ -15,7 +15,7 @@ from archsearch.config import RunConfig
 from archsearch.configfile import load_config
 from archsearch.errors import ConfigError
 from archsearch.execution.serial import SerialExecutor
-from archsearch.fidelity.records import write_study
+from archsearch.fidelity.records import FIDELITY_FILE, write_study
 from archsearch.headmap import HeadMap, Operator
 from archsearch.lab import halving
 from archsearch.lab.halving_replay import drawn_share, replay, share_of_front, survivors
@@ -194,12 +194,13 @@ def test_students_of_a_ledger_that_were_read_at_every_length(tmp_path: Path) -> 
 def test_a_study_of_proxies_is_read_at_the_lengths_asked_for(tmp_path: Path) -> None:
     study = made_study()
     run_dir = RunDir(tmp_path)
-    with pytest.raises(ConfigError, match=r"fidelity.json: missing"):
-        read_fidelity(run_dir, fake_config())
+    path = run_dir / FIDELITY_FILE
+    with pytest.raises(ConfigError, match="no study"):
+        read_fidelity(path, fake_config())
     write_study(run_dir, study)
     with pytest.raises(ConfigError, match=r"--lengths: two or three of 0, 100, 200, 1,000"):
-        read_fidelity(run_dir, fake_config())
-    readings = read_fidelity(run_dir, fake_config(), (0, 200, LENGTHS[-1]))
+        read_fidelity(path, fake_config())
+    readings = read_fidelity(path, fake_config(), (0, 200, LENGTHS[-1]))
     assert [c.head_map for c in readings.rungs[0]] == [s.head_map for s in study.subjects]
     for subject, last in zip(study.subjects, readings.rungs[-1], strict=True):
         run = study.of(subject)
@@ -252,5 +253,5 @@ def test_a_run_is_read_from_the_command_line_with_its_versions(
     assert "optuna" in rows[0]["versions"]
     assert "stand-in, seed 0" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["halving", *words, "--ledger", "x"])
-    with pytest.raises(ConfigError, match="RUN, or --ledger"):
+    with pytest.raises(ConfigError, match="allowed: RUN, --ledger or --study"):
         halving.main()
