@@ -2,7 +2,7 @@
 
     archsearch run search_spaces/tiny.yaml --run-dir RUN --set search.halving.keep=1 --set 'search.proxy_tokens=[0,4_096,16_384]'
     python -m archsearch.lab.halving RUN --figures runs/lab/halving.json
-    python -m archsearch.lab.halving --ledger LEDGER --config search_spaces/smollm2_135m_gpu.yaml --figures ...
+    python -m archsearch.lab.halving --ledger LEDGER --measured-as runs/lab/selection.json --figures ...
     python -m archsearch.lab.halving --study runs/lab/smollm2_fidelity.json --lengths 0 131072 3997696 --figures ...
 
 Readings of all maps at all lengths are at hand: those of a search that pruned none, of students of archsearch.lab.selection, or of a
@@ -29,7 +29,7 @@ from .bench_folder import read_config
 from .entry import add_overrides, run_script, script_parser
 from .halving_replay import Replay, replay
 from .halving_sources import RETRIEVAL, Readings, read_fidelity, read_ledger, read_run
-from .records import LabBook, write_records
+from .records import LabBook, join, write_records
 
 PAIRS = (("kl", "cache_bytes"), ("kl", "fa_share"), (RETRIEVAL, "cache_bytes"))
 """Objectives, all of them to be small; a run's own come last."""
@@ -154,7 +154,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--keep", type=float, nargs="+", default=KEEPS, help="in place of the config's"
     )
-    parser.add_argument("--machine", help="where the readings were made, if not here")
+    parser.add_argument(
+        "--measured-as",
+        type=Path,
+        help="figures whose machine and versions are those of the readings",
+    )
     add_overrides(parser, "config")
     args = parser.parse_args()
     if [bool(args.runs), bool(args.ledger), bool(args.study)].count(True) != 1:
@@ -179,13 +183,18 @@ def read(args: argparse.Namespace) -> Iterator[tuple[Readings, dict[str, str] | 
 def main() -> None:
     """Command line entry."""
     args = parsed()
+    made = join([args.measured_as])[-1] if args.measured_as else {}
     rows: list[Row] = []
     records: list[dict[str, Any]] = []
     for readings, versions in read(args):
         if readings.left_out:
             print(f"{readings.name}: {readings.left_out} maps without all readings are left out")
         own = list(replays(readings, args.keep))
-        book = LabBook(readings.config.seed, machine=args.machine, versions=versions)
+        book = LabBook(
+            readings.config.seed,
+            machine=made.get("machine"),
+            versions=made.get("versions", versions),
+        )
         record(book, own)
         rows, records = rows + own, records + book.rows
     print(show(rows))

@@ -220,7 +220,9 @@ def test_the_table_and_the_figures_are_of_every_pair_and_keep(
 ) -> None:
     path, out = tmp_path / "ledger.jsonl", tmp_path / "out.json"
     ledger_of(path, 12, (0, 500))
-    words = ["--ledger", str(path), "--name", "students", "--machine", "one GPU", "--keep"]
+    like = tmp_path / "like.json"
+    like.write_text(json.dumps([{"machine": "one GPU", "versions": {"torch": "9"}}]))
+    words = ["--ledger", str(path), "--name", "students", "--measured-as", str(like), "--keep"]
     monkeypatch.setattr("sys.argv", ["halving", *words, "0.3", "0.5", "--figures", str(out)])
     halving.main()
     rows = json.loads(out.read_text())
@@ -228,7 +230,8 @@ def test_the_table_and_the_figures_are_of_every_pair_and_keep(
     assert {(tuple(row["objectives"]), row["keep"]) for row in rows} == {
         (objectives, keep) for objectives in (*halving.PAIRS, own) for keep in (0.3, 0.5)
     }
-    assert {row["machine"] for row in rows} == {"one GPU"}
+    made = [{"machine": row["machine"], "versions": row["versions"]} for row in rows]
+    assert made == [{"machine": "one GPU", "versions": {"torch": "9"}}] * len(rows)
     assert all(len(row["kept"]) == 2 and row["kept"][0] == 12 for row in rows)
     printed = capsys.readouterr().out
     assert "| students | kl and cache_bytes | 0.3 | 12, " in printed
