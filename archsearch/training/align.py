@@ -24,7 +24,7 @@ from .alignment_loss import AlignmentLoss
 from .calibrate import calibrate
 from .checkpoint import read_checkpoint, save_checkpoint
 from .head_errors import HeadErrors
-from .loop import BatchSource, Plan, TrainingState, train
+from .loop import BatchSource, Plan, StepHook, TrainingState, train
 from .replay import Replay
 from .twin_error import TwinErrors, measure_twins
 
@@ -74,17 +74,9 @@ def align(
     saved = _Checkpoints(checkpoint, _identity(teacher, config, first_BT, seed), errors)
     variance_LH = saved.resume(state, teacher.device)
     if variance_LH is None:
-        sample_NT = first_BT[: max(1, CALIBRATION_TOKENS // first_BT.shape[1])]
-        calibrate(teacher, supernet, sample_NT, config.init, seed=seed)
-        variance_LH = measure_twins(teacher, supernet, sample_NT).variance_LH
+        variance_LH = _calibrate(teacher, supernet, config, first_BT, seed)
     saved.variance_LH = variance_LH
-
-    def before_step(step: int, _: int = 0) -> None:
-        rows = len(errors.rows)
-        errors.before_step(step)
-        if say is not None and len(errors.rows) > rows and not len(errors.rows) % ROWS_A_LINE:
-            say(errors.line(first_BT.numel()))
-
+    before_step = _telling(errors, first_BT.numel(), say)
     on_gpu = config.replay and teacher.device.type == "cuda"
     replay = Replay(list(state.parameters.values())) if on_gpu else None
     train(
@@ -97,15 +89,41 @@ def align(
         before_step=before_step,
         progress=progress,
     )
-    before_step(plan.steps)
+    before_step(plan.steps, plan.steps)
     supernet.requires_grad_(False)
-    rows = max(1, HELDOUT_TOKENS // heldout_NT.shape[1])
-    report = error_report(measure_twins(teacher, supernet, heldout_NT[:rows]))
+    report = _final_errors(teacher, supernet, heldout_NT)
     report |= {"losses": state.losses, "history": errors.history(first_BT.numel())}
     tokens = plan.steps * first_BT.numel()
     init = config.init.model_dump(mode="json")
     supernet.meta |= {"tokens": tokens, "seed": seed, "init": init, "metrics": report}
     return supernet
+
+
+def _calibrate(
+    teacher: Teacher, supernet: Supernet, config: SupernetConfig, first_BT: Tensor, seed: int
+) -> Tensor:
+    """Brings fresh twins into place by some rows of the first batch, and returns the variances of the heads there, [L, H]."""
+    sample_NT = first_BT[: max(1, CALIBRATION_TOKENS // first_BT.shape[1])]
+    calibrate(teacher, supernet, sample_NT, config.init, seed=seed)
+    return measure_twins(teacher, supernet, sample_NT).variance_LH
+
+
+def _telling(errors: HeadErrors, batch_tokens: int, say: Callable[[str], None] | None) -> StepHook:
+    """What is called before each step: it keeps the errors, and says a line of them now and then."""
+
+    def before_step(step: int, steps: int) -> None:
+        rows = len(errors.rows)
+        errors.before_step(step)
+        if say is not None and len(errors.rows) > rows and not len(errors.rows) % ROWS_A_LINE:
+            say(errors.line(batch_tokens))
+
+    return before_step
+
+
+def _final_errors(teacher: Teacher, supernet: Supernet, heldout_NT: Tensor) -> dict[str, Any]:
+    """The report of errors on held-out rows, as many as HELDOUT_TOKENS allow."""
+    rows = max(1, HELDOUT_TOKENS // heldout_NT.shape[1])
+    return error_report(measure_twins(teacher, supernet, heldout_NT[:rows]))
 
 
 class _Checkpoints:
