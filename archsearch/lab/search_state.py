@@ -23,11 +23,13 @@ import psutil
 
 from ..errors import RunFault
 from ..rundir import RunDir
+from ..search.proposals.choice import BIT_SAMPLERS
+from ..search.proposals.ranked import RankedProposals
 from ..search.samplers import quiet_optuna
 from .entry import run_script, script_parser
 from .records import LabBook
 from .search_kills import DEADLINE, count_faults, finish, kill_many, start
-from .search_storage import storage_seconds
+from .search_seconds import storage_seconds, timed_calls
 from .stand_in import Settings, search
 from .whole_search import open_database, read_trials, repeated
 
@@ -119,37 +121,17 @@ def measure_soak(place: Path, check: Check, trials: int, case: str, workers: int
         if done % (total // 20) == 0:
             sizes.append(process.memory_info().rss)
 
+    own: dict[str, Any] = {"trials": trials, "workers": workers, "sampler": case}
     with RunDir(place / case.replace(" ", "-")) as run_dir:
         began = time.monotonic()
-        search(run_dir, settings, progress=watch)
+        with timed_calls(chooser(settings), ["propose"], time.thread_time) as proposals:
+            search(run_dir, settings, progress=watch)
         seconds = time.monotonic() - began
-        (found,) = read_trials(run_dir).values()
-        own: dict[str, Any] = {"trials": trials, "workers": workers, "sampler": case}
-        numbers = {trial.user_attrs["candidate"] for trial in found}
-        check.add("soak: trials with a result", len(found), "trials", exactly=trials, **own)
-        check.add(
-            "soak: candidates with a result", len(numbers), "candidates", exactly=trials, **own
-        )
-        check.add(
-            "soak: candidates or maps evaluated twice",
-            len(repeated(found)),
-            "candidates",
-            exactly=0,
-            **own,
-        )
+        check_counts(run_dir, check, own)
         check.add(
             "soak: trials a second, start of the workers included", trials / seconds, "1/s", **own
         )
-        between = (trials - 1) / (moments[-1] - moments[0])
-        check.add(
-            "soak: trials a second, from the first to the last",
-            between,
-            "1/s",
-            least=TRIALS_A_SECOND,
-            **own,
-        )
-        last = (trials // 10) / (moments[-1] - moments[-1 - trials // 10])
-        check.add("soak: trials a second, last tenth", last, "1/s", **own)
+        check_rates(check, moments, proposals, own)
         grown = sizes[-1] - sizes[len(sizes) // 4]
         check.add(
             "soak: growth of the driver over the last three quarters",
@@ -164,6 +146,55 @@ def measure_soak(place: Path, check: Check, trials: int, case: str, workers: int
             "soak: dashboard's answer for the study", size, "bytes", most=RESPONSE_BYTES, **own
         )
         check.add("soak: seconds of that answer", took, "s", **own)
+
+
+def chooser(settings: Settings) -> type:
+    """The class that proposes in such a search."""
+    config = settings.config().search
+    found = RankedProposals if config.representation == "ranked" else BIT_SAMPLERS[config.sampler]
+    assert isinstance(found, type)
+    return found
+
+
+def check_counts(run_dir: RunDir, check: Check, own: dict[str, Any]) -> None:
+    """Whether every candidate has one result, and every map one candidate."""
+    (found,) = read_trials(run_dir).values()
+    numbers = {trial.user_attrs["candidate"] for trial in found}
+    wanted = own["trials"]
+    check.add("soak: trials with a result", len(found), "trials", exactly=wanted, **own)
+    check.add("soak: candidates with a result", len(numbers), "candidates", exactly=wanted, **own)
+    check.add(
+        "soak: candidates or maps evaluated twice",
+        len(repeated(found)),
+        "candidates",
+        exactly=0,
+        **own,
+    )
+
+
+def check_rates(
+    check: Check, moments: list[float], proposals: list[float], own: dict[str, Any]
+) -> None:
+    """How fast trials end, by the moments of their ends, and what proposals take, in processor seconds."""
+    trials = own["trials"]
+    check.add(
+        "soak: trials a second, from the first to the last",
+        (trials - 1) / (moments[-1] - moments[0]),
+        "1/s",
+        least=TRIALS_A_SECOND,
+        **own,
+    )
+    last = (trials // 10) / (moments[-1] - moments[-1 - trials // 10])
+    check.add("soak: trials a second, last tenth", last, "1/s", **own)
+    for part in (0.25, 0.5, 1.0):
+        end = round(part * len(proposals))
+        some = proposals[max(0, end - trials // 20) : end]
+        check.add(
+            f"soak: processor seconds of a proposal, {part:.0%} of the way",
+            sum(some) / len(some),
+            "s",
+            **own,
+        )
 
 
 def dashboard_response(run_dir: RunDir, name: str) -> tuple[int, float]:

@@ -14,6 +14,7 @@ from archsearch.errors import RunFault
 from archsearch.headmap import HeadMap, Operator
 from archsearch.lab.records import LabBook
 from archsearch.lab.search_kills import Tally, _compare, count_faults, kill_many
+from archsearch.lab.search_seconds import storage_seconds
 from archsearch.lab.search_state import (
     Check,
     dashboard_response,
@@ -21,7 +22,6 @@ from archsearch.lab.search_state import (
     measure_soak,
     measure_storage,
 )
-from archsearch.lab.search_storage import storage_seconds
 from archsearch.lab.stand_in import SHAPE, Settings, StandInWorker, score_tables, search
 from archsearch.rundir import RunDir
 from archsearch.search.records import TrialSpec
@@ -119,6 +119,7 @@ def test_the_soak_counts_and_measures(tmp_path: Path, shared_ray: None) -> None:
     assert rows["soak: trials with a result"] == 60
     assert rows["soak: candidates or maps evaluated twice"] == 0
     assert rows["soak: dashboard's answer for the study"] > 60 * 200
+    assert rows["soak: processor seconds of a proposal, 100% of the way"] > 0
     assert not [fault for fault in check.faults if "a second" not in fault]
 
 

@@ -1,9 +1,9 @@
-"""What it costs to write the trials of a search down."""
+"""Where the seconds of a search go that are its own: proposals, and writing trials down."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,34 +16,36 @@ WRITES = ("begin", "note", "note_violations", "end", "remember")
 
 
 @contextmanager
-def timed_writes() -> Iterator[list[float]]:
-    """The seconds of every write of any study while it is entered, in their order."""
+def timed_calls(
+    owner: type, names: Sequence[str], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[list[float]]:
+    """The seconds by that clock of every call of these methods while it is entered, in their order."""
     seconds: list[float] = []
-    real = {name: getattr(RungStudy, name) for name in WRITES}
+    real = {name: getattr(owner, name) for name in names}
 
-    def timed(write: Any) -> Any:
+    def timed(method: Any) -> Any:
         def wrapped(*given: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+            began = clock()
             try:
-                return write(*given, **options)
+                return method(*given, **options)
             finally:
-                seconds.append(time.perf_counter() - began)
+                seconds.append(clock() - began)
 
         return wrapped
 
-    for name, write in real.items():
-        setattr(RungStudy, name, timed(write))
+    for name, method in real.items():
+        setattr(owner, name, timed(method))
     try:
         yield seconds
     finally:
-        for name, write in real.items():
-            setattr(RungStudy, name, write)
+        for name, method in real.items():
+            setattr(owner, name, method)
 
 
 def storage_seconds(run_dir: RunDir, settings: Settings) -> list[float]:
     """Seconds of all writes of each trial of a search in this process, in the order in which trials end."""
     trials: list[float] = []
-    with timed_writes() as seconds:
+    with timed_calls(RungStudy, WRITES) as seconds:
 
         def ended(done: int, total: int) -> None:
             trials.append(sum(seconds))
