@@ -128,7 +128,8 @@ def record(book: LabBook, rows: Sequence[Row]) -> None:
             **asdict(row.found),
         }
         facts |= {"kept": list(row.found.kept)}
-        of = f"{row.pair}, keep {row.keep:g}, {row.name}"
+        lengths = ", ".join(f"{tokens:,}" for tokens in row.lengths)
+        of = f"{row.pair}, keep {row.keep:g}, {row.name} at {lengths} tokens"
         for metric, value, bound in (
             ("hypervolume of halving over that of every map", "volume", f">= {LEAST_VOLUME}"),
             ("tokens of halving over those of every map", "tokens_share", f"<= {MOST_TOKENS}"),
