@@ -105,8 +105,11 @@ class Bench:
         """The config of one search. Raises ConfigError where it is none, such as for a sampler that does not exist."""
         data = self._config.model_dump(mode="json", by_alias=True)
         data["name"], data["seed"] = "bench", match.seed
+        # Nothing that the evaluator does not tell.
         data["probes"] |= {
             "kinds": self.evaluator.kinds,
+            "unseen": [],
+            "files": [],
             "contexts": data["probes"]["contexts"][:1],
         }
         data["cost"] = self.evaluator.cost.model_dump()
