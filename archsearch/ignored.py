@@ -17,7 +17,8 @@ from .config import (
 from .data.documents import marks_documents
 from .footprint import TRAIN
 from .models.teacher import pick_device
-from .plan import scored_methods, text_origin, texts
+from .plan import text_origin, texts
+from .search.driver import scored_methods
 from .search.seeds import DRAWN
 
 Row = tuple[tuple[str, ...], bool, str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,13 @@ from .inputs import scored_inputs
 from .memory import MemoryWatch
 from .models.kernels import kernel_faults, use_kernels
 from .models.teacher import inspect_teacher
-from .plan import STAGES, Plan, make_plan, scored_methods
+from .plan import STAGES, Plan, make_plan
 from .preflight import check_config, check_machine, check_memory
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
+from .search.driver import scored_methods
 from .search.seeds import ScoreTables, read_scores, top_heads
+from .search.stopping import changed_limits, limits_of
 from .stages import (
     STAGE_WORK,
     RunContext,
@@ -124,6 +126,9 @@ def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer
     """Runs those of the named stages that are not finished."""
     run_dir = context.run_dir
     for name in _due(run_dir, context.config, names, printer):
+        if name == "search":
+            # One that goes on is not done until its front is that of all that was evaluated.
+            run_dir.mark_open(name)
         with printer.stage(name) as progress:
             try:
                 progress.summary = summary = STAGE_WORK[name](context, progress)
@@ -144,7 +149,18 @@ def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Pr
         details = run_dir.stage(name)
         if name not in due and details is not None:
             printer.line(f"{name:<9} kept: {details.get('summary', '')}")
+            if name == "search":
+                _tell_lower_limits(details, config, printer)
     return due
+
+
+def _tell_lower_limits(details: Mapping[str, Any], config: RunConfig, printer: Printer) -> None:
+    """Names the limits of a finished search that are lower than those that it had."""
+    for name in changed_limits(details, config.search)[1]:
+        now = getattr(config.search, name)
+        printer.line(
+            f"search.{name}: {details[name]} -> {now} changes nothing of a search that is done"
+        )
 
 
 def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
@@ -155,12 +171,11 @@ def _is_finished(run_dir: RunDir, config: RunConfig, name: str) -> bool:
         if config.supernet.source == TRAIN:
             check_supernet(run_dir, config)
         return False
-    # A finished search goes on where it is asked for more trials, or for more tries of those that failed.
-    search = config.search
-    retries = details.get("max_retries", search.max_retries)
-    wanted = (search.trials, search.max_retries, search.retention.model_dump(mode="json"))
+    if name != "search":
+        return True
+    more, _ = changed_limits(details, config.search)
     retention = details.get("retention", RetentionConfig().model_dump(mode="json"))
-    return name != "search" or (details.get("trials"), retries, retention) == wanted
+    return not more and retention == config.search.retention.model_dump(mode="json")
 
 
 def _results(context: RunContext, name: str) -> dict[str, Any]:
@@ -169,8 +184,7 @@ def _results(context: RunContext, name: str) -> dict[str, Any]:
     if name != "search" or outcome is None:
         return {}
     return {
-        "trials": search.trials,
-        "max_retries": search.max_retries,
+        **limits_of(search),
         "retention": search.retention.model_dump(mode="json"),
         "failed": outcome.failed,
     }

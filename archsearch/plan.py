@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from .config import DataConfig, RunConfig, ScoreMethod, TextConfig
+from .config import DataConfig, RunConfig, TextConfig
 from .data.sampling import MOST_ON_GPU
 from .errors import ArchsearchError
 from .footprint import TRAIN, Footprint, footprint
@@ -18,7 +18,7 @@ from .metrics import GeneralKind
 from .models.sources import resolve_path
 from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
-from .search.driver import needed_scores
+from .search.driver import scored_methods
 from .search.final import final_config
 
 STAGES = ("teacher", "data", "supernet", "scores", "search", "report")
@@ -155,12 +155,6 @@ def text_origin(text: TextConfig) -> str:
 def _corpus(text: TextConfig) -> dict[str, Any]:
     """What decides which documents a text has; a teacher's temperature does not, nor what a held-out text adds."""
     return text.model_dump(include={*TextConfig.model_fields} - {"temperature"})
-
-
-def scored_methods(config: RunConfig) -> list[ScoreMethod]:
-    """The scores of a run, in the order of ScoreMethod: causal, what the search reads, and scoring.methods."""
-    wanted = {"causal", *needed_scores(config.search), *config.scoring.methods}
-    return [method for method in get_args(ScoreMethod) if method in wanted]
 
 
 def evaluation_tokens(config: RunConfig) -> int:

@@ -249,6 +249,10 @@ class RunDir:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         self.write_json(f"stages/{stage}.json", {"schema": SCHEMA, "time": time, **details})
 
+    def mark_open(self, stage: str) -> None:
+        """Takes back that a stage is finished, if it was."""
+        (self / f"stages/{stage}.json").unlink(missing_ok=True)
+
     def stage(self, name: str) -> dict[str, Any] | None:
         """Details of a finished stage, None where it is not finished."""
         if not (self / f"stages/{name}.json").exists():

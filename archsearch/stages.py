@@ -20,7 +20,6 @@ from .errors import ConfigError, EnvironmentFault
 from .footprint import TRAIN
 from .models.supernet import Supernet, read_meta
 from .models.teacher import Teacher, inspect_teacher, load_teacher, resolve_path
-from .plan import scored_methods
 from .report.files import write_report
 from .report.records import bytes_text
 from .report.score_records import read_pair_counts
@@ -30,7 +29,7 @@ from .scoring.inputs import ScoreInputs, SubProbe, pair_counts
 from .scoring.methods import METHODS
 from .scoring.pairs import draw_pairs
 from .scoring.similarity import Similarity, measure_similarity
-from .search.driver import SearchOutcome, run_search
+from .search.driver import SearchOutcome, run_search, scored_methods
 from .search.seeds import read_scores
 from .search.trial import (
     HELDOUT_FILE,

@@ -21,10 +21,10 @@ from archsearch.plan import (
     evaluation_tokens,
     make_plan,
     matmul_rate,
-    scored_methods,
     train_tokens,
     training_rows,
 )
+from archsearch.search.driver import scored_methods
 
 INFO = TeacherInfo(
     shape=ModelShape("qwen3", 28, 16, 8, 128),

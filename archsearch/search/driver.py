@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from random import Random
+from dataclasses import asdict, replace
 from typing import get_args
 
 from ..config import RunConfig, ScoreMethod, SearchConfig
 from ..execution.base import Executor
 from ..execution.choice import open_executor
-from ..headmap import HeadMap, ModelShape
+from ..headmap import ModelShape
 from ..progress import Progress, ignore_progress
 from ..rundir import RunDir
-from .bounds import broken_bound
-from .front import CONTROL, Candidate
+from .entrants import Group, random_maps, repeats, within_bounds
+from .front import CONTROL
 from .outcome import RungOutcome, SearchOutcome, collect, write_outcome
-from .promotion import Promotion, Pruned, promote, promote_fronts
+from .promotion import Pruned, promote, promote_fronts
 from .proposals.base import Proposals
 from .proposals.choice import make_proposals
 from .retention import baseline_seeds, measure_retention
 from .rung import Job, Rung, Say
-from .samplers import derive_seed, quiet_optuna
+from .samplers import quiet_optuna
 from .seeds import ScoreTables, Seed, needed_by_seeds, seeds_of_search
-from .space import SPACE_SCORES, check_constraints, full_head_range, random_map
+from .space import SPACE_SCORES, check_constraints
 from .stopping import (
     Clock,
     Limit,
@@ -35,13 +34,19 @@ from .stopping import (
     patience_limit,
     time_limit,
 )
-from .study import SECONDS, STOPPED, RungStudy, open_storage, open_study, study_name
+from .study import (
+    SECONDS,
+    STOPPED,
+    RungStudy,
+    find_study,
+    open_storage,
+    open_study,
+    study_name,
+)
 
-__all__ = ["SearchOutcome", "needed_scores", "run_search"]
+__all__ = ["SearchOutcome", "needed_scores", "run_search", "scored_methods"]
 
 _log = logging.getLogger(__name__)
-
-_ENDS = ("all_full", "all_gdn")
 
 
 def run_search(
@@ -73,6 +78,12 @@ def run_search(
     return outcome
 
 
+def scored_methods(config: RunConfig) -> list[ScoreMethod]:
+    """The scores of a run, in the order of ScoreMethod: causal, what the search reads, and scoring.methods."""
+    wanted = {"causal", *needed_scores(config.search), *config.scoring.methods}
+    return [method for method in get_args(ScoreMethod) if method in wanted]
+
+
 def needed_scores(config: SearchConfig) -> list[ScoreMethod]:
     """The scores that a search reads, for its seeds and for its space, in the order of ScoreMethod."""
     needed = needed_by_seeds(config.seeds) | {*SPACE_SCORES}
@@ -91,33 +102,6 @@ def _real_executor(config: RunConfig, run_dir: RunDir) -> Executor:
     return open_executor(config.execution, TrialWorker, payload)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """What one study of a rung has to evaluate, those first that matter most."""
-
-    jobs: Sequence[Job]
-    control: bool = False
-    promotion: Promotion | None = None
-    """Whom of the rung before it goes on with; None at the first rung."""
-    tokens_before: int = 0
-    stop: Stop | None = None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether it needs a study."""
-        pruned = self.promotion is not None and self.promotion.pruned
-        return not self.control or bool(self.jobs or pruned)
-
-    def within(self, count: int, reason: str) -> _Group:
-        """The first count of its jobs; the others are left out for that reason."""
-        if count >= len(self.jobs):
-            return self
-        promotion = self.promotion and self.promotion.within(count, reason)
-        wanted = len(self.jobs) if self.stop is None else self.stop.wanted
-        stop = Stop(reason, count, wanted)
-        return replace(self, jobs=self.jobs[:count], promotion=promotion, stop=stop)
-
-
 class _Search:
     """The rungs of one search and what they share."""
 
@@ -133,13 +117,12 @@ class _Search:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
         name = study_name(config, search.proxy_tokens[0])
+        self._storage = open_storage(search.storage or run_dir.storage)
         self._proposals: Proposals = make_proposals(config, shape, scores, name)
-        seeds = seeds_of_search(shape, scores, search, config.seed, config.cost)
-        self._seeds = _within_bounds(config, seeds, say)
+        self._seeds = within_bounds(config, self._first_seeds(name, scores), say)
         if len(self._seeds) > search.trials:
             left_out = len(self._seeds) - search.trials
             say(f"search.trials {search.trials} leaves no room for the last {left_out} seeds")
-        self._storage = open_storage(search.storage or run_dir.storage)
         self._progress, self._done, self._total = progress, 0, 0
         self._clock: Clock | None = None
         self._spent = 0
@@ -156,7 +139,21 @@ class _Search:
                 self._clock.save()
         return SearchOutcome(rungs)
 
-    def _first_groups(self) -> list[_Group]:
+    def _first_seeds(self, name: str, scores: Mapping[str, ScoreTables]) -> list[Seed]:
+        """The seeds by the trials and the scores of the call that began the study: how many there are follows from both.
+
+        With those of a later call, seeds would get the numbers of candidates that are evaluated.
+        """
+        study = find_study(self._storage, name, self._shape)
+        first = (study.first_config() if study else None) or self._config
+        known: dict[str, ScoreTables] = {
+            method: scores[method] for method in scored_methods(first) if method in scores
+        }
+        return seeds_of_search(
+            self._shape, known, first.search, self._config.seed, self._config.cost
+        )
+
+    def _first_groups(self) -> list[Group]:
         """The first rung's candidates: the seeds, what will be proposed, and the control."""
         trials = self._config.search.trials
         search = [
@@ -165,12 +162,12 @@ class _Search:
         ]
         search += [Job(number) for number in range(len(search), trials)]
         if not self._config.search.random_control:
-            return [_Group(search)]
-        maps = _random_maps(self._shape, self._config, trials)
+            return [Group(search)]
+        maps = random_maps(self._shape, self._config, trials)
         control = [Job(number, head_map, CONTROL) for number, head_map in enumerate(maps)]
-        return [_Group(search), _Group(control, control=True)]
+        return [Group(search), Group(control, control=True)]
 
-    def _later_groups(self, before: RungOutcome, rung: int) -> list[_Group]:
+    def _later_groups(self, before: RungOutcome, rung: int) -> list[Group]:
         """Those that go on from the rung before."""
         config = self._config.search
         parts = (before.fronts, before.search, before.control)
@@ -179,36 +176,54 @@ class _Search:
         else:
             found = promote(config, *parts)
         return [
-            _Group(_repeats(promotion.chosen), bool(control), promotion, before.proxy_tokens)
+            Group(repeats(promotion.chosen), bool(control), promotion, before.proxy_tokens)
             for control, promotion in enumerate(found)
         ]
 
-    def _run_rung(self, executor: Executor, rung: int, groups: Sequence[_Group]) -> list[RungStudy]:
+    def _run_rung(self, executor: Executor, rung: int, groups: Sequence[Group]) -> list[RungStudy]:
         """Evaluates the search's candidates and then the control's, as many as the search could have."""
         groups = [group for group in groups if group.wanted]
         bound = affordable_candidates(self._config, rung, self._spent, len(groups))
-        if bound is not None:
-            groups = [group.within(*bound) for group in groups]
         studies: list[RungStudy] = []
         for group in groups:
+            records = self._open(rung, group)
             stop = studies[0].stop() if studies and not rung else None
-            studies.append(
-                self._evaluate(
-                    executor, rung, group.within(stop.begun, stop.reason) if stop else group
-                )
-            )
+            caps = [bound, (stop.begun, stop.reason) if stop else None]
+            self._evaluate(executor, rung, self._within_limits(rung, group, records, caps), records)
+            studies.append(records)
         self._spent += sum(study.tokens() for study in studies)
         return studies
 
-    def _evaluate(self, executor: Executor, rung: int, group: _Group) -> RungStudy:
-        config, first = self._config, rung == 0 and not group.control
+    def _open(self, rung: int, group: Group) -> RungStudy:
+        config = self._config
         name = study_name(config, config.search.lengths[rung], control=group.control)
         records = RungStudy(open_study(self._storage, name, config), self._storage, self._shape)
-        if first:
-            self._clock = self._start_clock(records)
-            earlier = records.stop()
-            if earlier is not None and ended_by_patience(config.search, earlier):
-                group = group.within(earlier.begun, earlier.reason)
+        if self._clock is None:
+            used = records.study.user_attrs.get(SECONDS, [])
+            self._clock = Clock(used, lambda seconds: records.remember(SECONDS, seconds))
+        return records
+
+    def _within_limits(
+        self,
+        rung: int,
+        group: Group,
+        records: RungStudy,
+        caps: Sequence[tuple[int, str] | None],
+    ) -> Group:
+        """The candidates that these caps leave a group, and the patience that ended it in an earlier call."""
+        begun, wanted = records.attempts().keys(), len(group.jobs)
+        earlier = None if rung or group.control else records.stop()
+        if earlier is not None and ended_by_patience(self._config.search, earlier):
+            caps = [*caps, (earlier.begun, earlier.reason)]
+        for cap in caps:
+            if cap is not None:
+                group = group.within(*cap, begun)
+        if not (rung or group.control) and len(begun) > wanted:
+            self._say(f"search.trials {wanted}: {len(begun)} are begun already, and stay")
+        return group
+
+    def _evaluate(self, executor: Executor, rung: int, group: Group, records: RungStudy) -> None:
+        config, first = self._config, rung == 0 and not group.control
         if group.promotion is not None:
             records.mark_pruned(group.promotion.pruned, group.tokens_before)
         self._total += len(group.jobs)
@@ -228,27 +243,21 @@ class _Search:
         if runner.reason is not None:
             group = self._leave_out(records, group, runner.left, runner.reason)
         records.remember(STOPPED, None if group.stop is None else asdict(group.stop))
-        return records
 
-    def _start_clock(self, records: RungStudy) -> Clock | None:
-        """Without a limit on time nothing is written down."""
-        if self._config.search.max_minutes is None:
-            return None
-        used = records.study.user_attrs.get(SECONDS, 0.0)
-        return Clock(used, lambda seconds: records.remember(SECONDS, seconds))
-
-    def _limit(self, rung: int, group: _Group) -> Limit:
+    def _limit(self, rung: int, group: Group) -> Limit:
         search = self._config.search
         groups = 2 if search.random_control else 1
-        share = (rung * groups + group.control + 1) / (len(search.lengths) * groups)
-        limit = time_limit(search, self._clock, share)
+        part = rung * groups + group.control
+        assert self._clock is not None
+        self._clock.begin(part)
+        limit = time_limit(search, self._clock, (part + 1) / (len(search.lengths) * groups))
         if rung or group.control:
             return limit
         return first_of(limit, patience_limit(search, len(self._seeds)))
 
     def _leave_out(
-        self, records: RungStudy, group: _Group, left: Sequence[Job], reason: str
-    ) -> _Group:
+        self, records: RungStudy, group: Group, left: Sequence[Job], reason: str
+    ) -> Group:
         """Marks those that a limit kept from being begun."""
         self._total -= len(left)
         numbers = {job.candidate for job in left}
@@ -263,37 +272,3 @@ class _Search:
         if self._clock is not None:
             self._clock.save()
         self._progress(self._done, self._total)
-
-
-def _repeats(candidates: Sequence[Candidate]) -> list[Job]:
-    """Jobs for candidates of an earlier rung."""
-    return [Job(c.candidate, c.head_map, c.source, c.also) for c in candidates]
-
-
-def _within_bounds(config: RunConfig, seeds: Sequence[Seed], say: Say) -> list[Seed]:
-    """The seeds that meet every bound on a cost; the two ends stay, as what all others are compared with."""
-    kept, left_out = [], []
-    for seed in seeds:
-        broken = broken_bound(seed.head_map, config.search.constraints, config.cost)
-        if broken is None or seed.method in _ENDS:
-            kept.append(seed)
-        else:
-            left_out.append(f"{seed.method} ({broken})")
-    if left_out:
-        say(f"seeds left out, outside search.constraints: {', '.join(left_out)}")
-    return kept
-
-
-def _random_maps(shape: ModelShape, config: RunConfig, count: int) -> list[HeadMap]:
-    """Different random maps within the bounds on costs, the same first ones whatever the count; fewer where there are no more."""
-    found: dict[HeadMap, None] = {}
-    bounds = config.search.constraints
-    low, high = full_head_range(bounds, shape)
-    for number in range(count):
-        rng = Random(derive_seed(config.seed, CONTROL, number))
-        for _ in range(64):
-            head_map = random_map(shape, rng, low, high)
-            if head_map not in found and broken_bound(head_map, bounds, config.cost) is None:
-                found[head_map] = None
-                break
-    return list(found)

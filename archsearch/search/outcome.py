@@ -153,13 +153,18 @@ def read_outcome(config: RunConfig, run_dir: RunDir, shape: ModelShape) -> Searc
 
 
 def write_outcome(run_dir: RunDir, outcome: SearchOutcome) -> None:
-    """Writes trials.json (every candidate of every rung), pareto.json and a file for each of its maps."""
+    """Writes trials.json (every candidate of every rung), pareto.json and a file for each of its maps.
+
+    Whenever a call is killed, each map of the pareto.json that is there has its file.
+    """
     run_dir.write_json(
         "trials.json", {"schema": SCHEMA, "rungs": [rung.to_json() for rung in outcome.rungs]}
     )
-    for old in (run_dir / "front").glob("*.json"):
-        old.unlink()
     for point in outcome.fronts.points:
         run_dir.write_json(f"front/{point.candidate}.json", point.head_map.to_json())
     pareto, confidence = outcome.fronts.to_json(), outcome.last.confidence
     run_dir.write_json("pareto.json", pareto | ({"confidence": confidence} if confidence else {}))
+    kept = {f"{point.candidate}.json" for point in outcome.fronts.points}
+    for old in (run_dir / "front").glob("*.json"):
+        if old.name not in kept:
+            old.unlink()

@@ -7,7 +7,7 @@ as many tokens each.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import moocore
@@ -35,10 +35,11 @@ class Promotion:
     chosen: tuple[Candidate, ...]
     pruned: tuple[Pruned, ...] = ()
 
-    def within(self, count: int, reason: str) -> Promotion:
-        """The first count of those that go on; the rest does not, for that reason."""
-        cut = tuple(Pruned(candidate, reason) for candidate in self.chosen[count:])
-        return Promotion(self.chosen[:count], (*self.pruned, *cut))
+    def only(self, numbers: Collection[int], reason: str) -> Promotion:
+        """With those of these numbers alone; the rest does not go on, for that reason."""
+        kept = tuple(c for c in self.chosen if c.candidate in numbers)
+        cut = tuple(Pruned(c, reason) for c in self.chosen if c.candidate not in numbers)
+        return Promotion(kept, (*self.pruned, *cut))
 
 
 def promote(

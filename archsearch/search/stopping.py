@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,24 +38,59 @@ class Stop:
         return f"{self.reason}: {self.begun} of {self.wanted} candidates"
 
 
-class Clock:
-    """The seconds of a search, those of earlier calls included. save is called with them now and then."""
+LIMITS = ("trials", "max_retries", "max_minutes", "max_tokens", "patience", "min_gain")
+"""Fields of a config's section search that end it. With a higher one it goes on, but for min_gain: with a lower one."""
 
-    def __init__(self, used: float, save: Callable[[float], None]) -> None:
-        self._used, self._save = used, save
+
+def limits_of(config: SearchConfig) -> dict[str, Any]:
+    """The limits of a search by name."""
+    return {name: getattr(config, name) for name in LIMITS}
+
+
+def changed_limits(old: Mapping[str, Any], config: SearchConfig) -> tuple[list[str], list[str]]:
+    """The limits that allow more than the old ones did, and those that allow less; one that old lacks has not changed."""
+    more, less = list[str](), list[str]()
+    for name, now in limits_of(config).items():
+        was = old.get(name, now)
+        if was != now:
+            is_more = now is None or (was is not None and now > was)
+            (more if is_more != (name == "min_gain") else less).append(name)
+    return more, less
+
+
+class Clock:
+    """The seconds of a search by part, the first rung's search being part 0, those of earlier calls included.
+
+    save is called with them now and then.
+    """
+
+    def __init__(self, used: Sequence[float], save: Callable[[list[float]], None]) -> None:
+        self._used, self._save, self._part = list(used), save, 0
         self._start = self._saved = time.monotonic()
 
+    def begin(self, part: int) -> None:
+        """Counts for that part from here on."""
+        self._settle()
+        self._part = part
+
     def seconds(self) -> float:
-        """The seconds so far."""
-        now = time.monotonic()
-        if now - self._saved >= SAVE_SECONDS:
+        """The seconds of the part that runs and of all before it: what later ones took in an earlier call is theirs."""
+        self._settle()
+        if self._start - self._saved >= SAVE_SECONDS:
             self.save()
-        return self._used + now - self._start
+        return sum(self._used[: self._part + 1])
 
     def save(self) -> None:
         """Writes them down."""
-        self._saved = time.monotonic()
-        self._save(self._used + self._saved - self._start)
+        self._settle()
+        self._saved = self._start
+        self._save(list(self._used))
+
+    def _settle(self) -> None:
+        now = time.monotonic()
+        self._used += [0.0] * (self._part + 1 - len(self._used))
+        self._used[self._part] += now - self._start
+        self._start = now
 
 
 def never(history: Sequence[Evaluated]) -> str | None:
@@ -62,10 +98,10 @@ def never(history: Sequence[Evaluated]) -> str | None:
     return None
 
 
-def time_limit(config: SearchConfig, clock: Clock | None, share: float) -> Limit:
+def time_limit(config: SearchConfig, clock: Clock, share: float) -> Limit:
     """Ends after this share of search.max_minutes."""
     minutes = config.max_minutes
-    if minutes is None or clock is None:
+    if minutes is None:
         return never
     reason = f"search.max_minutes {minutes:g}"
     return lambda history: reason if clock.seconds() >= 60 * minutes * share else None

@@ -35,7 +35,7 @@ INTERRUPTED = "interrupted"
 PRUNED_AFTER = "pruned_after"
 """User attribute of a trial that was never begun: the tokens after which its candidate did not go on."""
 STOPPED, SECONDS = "stopped", "seconds"
-"""User attributes of a study: its Stop, and of the first one the seconds that the search has taken."""
+"""User attributes of a study: its Stop, and of the first one the seconds that the search has taken, by rung and group."""
 LOCK_SECONDS = 60
 """How long a write waits for a reader, such as the dashboard, to let go of an SQLite file."""
 
@@ -206,6 +206,13 @@ class RungStudy:
         """Sets a user attribute of the study, if it has another value."""
         if self.study.user_attrs.get(name) != value:
             self.study.set_user_attr(name, value)
+
+    def first_config(self) -> RunConfig | None:
+        """The config of the call that began the study; None where it cannot be read any more."""
+        try:
+            return RunConfig.model_validate_json(json.dumps(self.study.user_attrs.get("config")))
+        except ValueError:
+            return None
 
     def stop(self) -> Stop | None:
         """Why the study has fewer candidates than were wanted; None where it has all."""

@@ -224,7 +224,7 @@ def test_fronts_go_on_where_nothing_is_halved(most: int | None) -> None:
 
 def test_a_cut_takes_the_last_and_says_why() -> None:
     _, (search, _) = both(search_config(halving={}))
-    cut = search.within(3, "search.max_tokens")
+    cut = search.only({c.candidate for c in search.chosen[:3]}, "search.max_tokens")
     assert cut.chosen == search.chosen[:3]
     assert [p.candidate for p in cut.pruned if p.reason == "search.max_tokens"] == [
         *search.chosen[3:]
