@@ -50,6 +50,9 @@ INPUTS_FILE = "inputs.json"
 """SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"
 
+NAMED_CHANGES, SHOWN_CHARS = 3, 60
+"""Fields that a refusal names before it counts the rest, and characters that it shows of a value."""
+
 _NO_FOLDER = "is a file; a run directory is expected"
 _DISK_FAULTS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
@@ -195,21 +198,21 @@ class RunDir:
         new = config.model_dump(mode="json", by_alias=True)
         # Read through the model, so that a field that is new since then counts with its default.
         old = self.load_config().model_dump(mode="json", by_alias=True)
-        changes = [
-            f"{key}: {was!r} -> {now!r}"
-            for key, (was, now) in differences(old, new).items()
+        found = {
+            key: pair
+            for key, pair in differences(old, new).items()
             if not key.startswith(RESUMABLE)
-        ]
+        }
+        changes = describe_changes(found)
         if not changes and self._has_scores():
-            changes = [
+            changes = "; ".join(
                 f"{field}: the file has changed since heads were scored"
                 for field in self._changed_inputs(inputs)
-            ]
+            )
         if changes:
             raise ConfigError(
-                f"{self.path}: this run was started with another config ({'; '.join(changes)}). Take a new "
-                f"--run-dir; --set supernet.source={self / 'supernet.safetensors'} there reuses "
-                "the supernet if it still fits"
+                f"{self.path}: this run was started with another config ({changes}); allowed: a new --run-dir, "
+                f"where --set supernet.source={self / 'supernet.safetensors'} reuses the supernet"
             )
 
     def _has_scores(self) -> bool:
@@ -345,6 +348,37 @@ def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, An
             found |= differences(old.get(key), new.get(key), path)
         return found
     return {} if old == new else {prefix: (old, new)}
+
+
+def describe_changes(found: Mapping[str, tuple[Any, Any]]) -> str:
+    """The first of the differences, `FIELD: OLD -> NEW`, and how many more there are, as one line that can be read."""
+    each = [change for path, pair in found.items() for change in _within_lists(path, *pair)]
+    said = [f"{path}: {_contrast(old, new)}" for path, old, new in each[:NAMED_CHANGES]]
+    more = len(each) - len(said)
+    return "; ".join(said) + (f"; and {more} more" if more else "")
+
+
+def _within_lists(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """What differs between lists of equally many sections, or the two values."""
+    lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+    if not lists or not all(isinstance(item, Mapping) for item in (*old, *new)):
+        return [(path, old, new)]
+    pairs = enumerate(zip(old, new, strict=True))
+    items = (differences(*pair, f"{path}[{index}]") for index, pair in pairs)
+    return [(key, was, now) for found in items for key, (was, now) in found.items()]
+
+
+def _contrast(old: Any, new: Any) -> str:
+    """Two values as Python writes them; of long ones what lies around the first place where they differ."""
+    texts, start = (repr(old), repr(new)), 0
+    if max(map(len, texts)) > SHOWN_CHARS:
+        pairs = enumerate(zip(*texts, strict=False))
+        first = next((place for place, (a, b) in pairs if a != b), min(map(len, texts)))
+        start = max(0, first - SHOWN_CHARS // 3)
+    end = start + SHOWN_CHARS
+    return " -> ".join(
+        "..." * bool(start) + text[start:end] + "..." * (len(text) > end) for text in texts
+    )
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:

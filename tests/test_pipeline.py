@@ -83,6 +83,38 @@ def test_running_again_keeps_finished_stages(finished: tuple[Path, Path, str]) -
     assert (run_dir / "pareto.json").read_bytes() == pareto
 
 
+def test_a_higher_limit_goes_on_with_a_run_that_is_done_and_a_lower_one_says_that_it_does_nothing(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    config, run_dir = finished[0], Path(shutil.copytree(finished[1], tmp_path / "run"))
+    before = contents(run_dir)
+
+    def run(*limits: str) -> str:
+        options = [word for limit in limits for word in ("--set", f"search.{limit}")]
+        command = ["run", str(config), "--run-dir", str(run_dir), *options]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    output = run("trials=4", "patience=2")
+    for limit in ("trials: 10 -> 4", "patience: None -> 2"):
+        assert f"search.{limit} changes nothing of a search that is done\n" in output
+    assert contents(run_dir)["pareto.json"] == before["pareto.json"]
+    assert "search    kept" in run("trials=10")
+    output = run("trials=12")
+    assert "search    kept" not in output
+    assert "scores    kept" in output
+    after = contents(run_dir)
+    assert after["supernet.safetensors"] == before["supernet.safetensors"]
+    old, new = (json.loads(files["trials.json"])["rungs"] for files in (before, after))
+    assert len(new[0]["candidates"]) == len(old[0]["candidates"]) + 4
+    for was, now in zip(old, new, strict=True):
+        known = {(c["candidate"], c["method"]): c["metrics"] for c in now["candidates"]}
+        assert all(known[c["candidate"], c["method"]] == c["metrics"] for c in was["candidates"])
+    points = {str(p["candidate"]) for p in json.loads(after["pareto.json"])["points"]}
+    assert {path.stem for path in (run_dir / "front").iterdir()} == points
+
+
 def test_other_config_in_the_same_directory_is_refused(finished: tuple[Path, Path, str]) -> None:
     config, run_dir, _ = finished
     settings = load_config(config, ["seed=4"])

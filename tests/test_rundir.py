@@ -17,7 +17,13 @@ import pytest
 
 from archsearch.config import RunConfig
 from archsearch.errors import ConfigError, EnvironmentFault
-from archsearch.rundir import RunDir, differences, network_file_system, require_disk
+from archsearch.rundir import (
+    RunDir,
+    describe_changes,
+    differences,
+    network_file_system,
+    require_disk,
+)
 
 HOLD = """
 import sys, time
@@ -167,6 +173,31 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None
     assert "search.objectives: " in message
     assert "--set supernet.source=" in message
     assert run_dir.load_config() == config()
+
+
+def test_a_refusal_of_many_changes_is_a_line_that_can_be_read(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    costs = [{"metric": name, "direction": "minimize"} for name in ("kl", "cache_bytes")]
+    run_dir.freeze_config(config(search={"objectives": costs}))
+    changed = {"objectives": [costs[0], {**costs[1], "metric": "fa_share"}], "sampler": "random"}
+    with pytest.raises(ConfigError) as caught:
+        run_dir.check_frozen(config(seed=4, search=changed, cost={"context": 9}))
+    assert (
+        "(seed: 0 -> 4; search.sampler: 'tpe' -> 'random'; "
+        "search.objectives[1].metric: 'cache_bytes' -> 'fa_share'; and 1 more); allowed: "
+    ) in str(caught.value)
+
+
+def test_of_long_values_the_part_that_differs_is_shown() -> None:
+    old, new = [*range(60)], [*range(30), 99, *range(31, 60)]
+    said = describe_changes({"a": (old, new), "b": (old, old[:-1])})
+    first, second = said.split("; ")
+    assert first.startswith("a: ...")
+    assert first.endswith("...")
+    assert ", 30, 31," in first.split(" -> ")[0]
+    assert ", 99, 31," in first.split(" -> ")[1]
+    assert second.endswith("58, 59] -> ..." + second.rpartition("...")[2])
+    assert max(map(len, (first, second))) < 140
 
 
 def test_files_that_scores_were_made_from_may_change_until_heads_are_scored(tmp_path: Path) -> None:

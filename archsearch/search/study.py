@@ -23,7 +23,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from ..config import RunConfig
 from ..errors import ConfigError, EnvironmentFault
 from ..headmap import HeadMap, ModelShape
-from ..rundir import RESUMABLE, differences, network_file_system
+from ..rundir import RESUMABLE, describe_changes, differences, network_file_system
 from .front import SEARCH, Candidate
 from .promotion import Pruned
 from .proposals.base import Evaluated
@@ -156,9 +156,8 @@ def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Stu
         if not key.startswith((*RESUMABLE, "search.storage"))
     }
     if changes:
-        listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
         raise ConfigError(
-            f"study {name} exists and was made with another config ({listed}). Choose another `name`, or "
+            f"study {name} exists and was made with another config ({describe_changes(changes)}). Choose another `name`, or "
             "another search.storage; the old study stays as it is"
         )
     return study
