@@ -50,12 +50,26 @@ def run(
     config: ConfigPath,
     overrides: Overrides = None,
     run_dir: RunDirOption = None,
+    reuse: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Takes text, twins and scores of that run where they fit."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stops after the plan.")] = False,
     debug: Debug = False,
 ) -> None:
     """Searches from a config to a Pareto front; the same command again resumes."""
     with faults(debug, resumes=True):
-        _run(config, overrides, run_dir, last="report", dry_run=dry_run, tells_backends=True)
+        _run(
+            config,
+            overrides,
+            run_dir,
+            last="report",
+            reuse=reuse,
+            dry_run=dry_run,
+            tells_backends=True,
+        )
 
 
 @app.command()
@@ -294,6 +308,7 @@ def _run(
     run_dir: Path | None,
     *,
     last: str,
+    reuse: Path | None = None,
     dry_run: bool = False,
     tells_backends: bool,
 ) -> None:
@@ -302,13 +317,14 @@ def _run(
 
     _tell_backends(tells_backends)
     place, printer = _begin(settings, run_dir)
+    source = None if reuse is None else RunDir(reuse)
     with naming(config, overrides):
-        plan = plan_run(settings, place, last=last)
+        plan = plan_run(settings, place, last=last, reuse=source)
     warned = warning_lines(settings, place) if dry_run else []
     for line in (*plan.lines(), *warned):
         printer.line(line)
     if not dry_run:
-        run_stages(settings, place, printer, last=last)
+        run_stages(settings, place, printer, last=last, reuse=source)
 
 
 def _score_by(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .changes import differences
 from .config import RunConfig
 from .configfile import load_config
 from .errors import ConfigError
 from .fidelity.records import FIDELITY_FILE
-from .rundir import RESUMABLE, RunDir, differences
+from .rundir import RESUMABLE, RunDir
 
 CHANGES_FILE = "fidelity/changes.json"
 SETTABLE = ("distill", "student", "execution", "kernels", "teacher.device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from .config import RetentionConfig, RunConfig, ScoreMethod
@@ -17,6 +18,7 @@ from .models.kernels import kernel_faults, use_kernels
 from .models.teacher import inspect_teacher
 from .plan import STAGES, Plan, make_plan
 from .preflight import check_config, check_machine, check_memory
+from .reuse import plan_reuse, take
 from .rundir import RunDir, score_file
 from .scoring.methods import METHODS
 from .search.driver import scored_methods
@@ -37,10 +39,12 @@ BEST_HEADS = 5
 """Heads that are named of each method."""
 
 
-def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> Plan:
+def plan_run(
+    config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1], reuse: RunDir | None = None
+) -> Plan:
     """Checks config, model and machine for a run up to the stage `last`, and estimates it. Nothing is written.
 
-    Raises ConfigError or EnvironmentFault for whatever would stop the run later.
+    reuse: a run whose text, twins and scores are taken where they fit. Raises ConfigError or EnvironmentFault for whatever would stop the run later.
     """
     check_machine(config, searches=STAGES.index(last) >= STAGES.index("search"))
     info = inspect_teacher(config.teacher)
@@ -48,7 +52,10 @@ def plan_run(config: RunConfig, run_dir: RunDir, *, last: str = STAGES[-1]) -> P
     run_dir.require_writable()
     run_dir.check_frozen(config, scored_inputs(config))
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
-    plan = make_plan(config, info, finished, last=last)
+    taken = None if reuse is None else plan_reuse(config, run_dir, reuse)
+    plan = make_plan(config, info, [*finished, *(taken.whole if taken else ())], last=last)
+    if taken is not None:
+        plan = replace(plan, reused=tuple(taken.lines()))
     check_memory(plan)
     run_dir.require_disk(plan.needs.disk)
     return plan
@@ -64,14 +71,26 @@ def warning_lines(
 
 
 def run_stages(
-    config: RunConfig, run_dir: RunDir, printer: Printer, *, last: str = STAGES[-1]
+    config: RunConfig,
+    run_dir: RunDir,
+    printer: Printer,
+    *,
+    last: str = STAGES[-1],
+    reuse: RunDir | None = None,
 ) -> None:
-    """Runs the stages up to `last`; finished ones are kept. The run directory is locked meanwhile.
+    """Runs the stages up to `last`; finished ones are kept, and what fits of the run reuse is taken. The run directory is
+    locked meanwhile.
 
     Raises RunFault at the end where trials failed.
     """
     with _opened(config, run_dir, printer, scored_methods(config)) as (context, memory):
-        _run(context, memory, STAGES[: STAGES.index(last) + 1], printer)
+        names = STAGES[: STAGES.index(last) + 1]
+        if reuse is not None:
+            # Only then is it known whose weights these are.
+            _run(context, memory, names[:1], printer)
+            take(plan_reuse(config, run_dir, reuse), run_dir, printer.line)
+            names = names[1:]
+        _run(context, memory, names, printer)
         # Also where a kept search had failures: the same command says the same of the same run.
         failed = (run_dir.stage("search") or {}).get("failed", 0) if last == STAGES[-1] else 0
     if failed:
@@ -125,7 +144,7 @@ def _opened(
 def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer: Printer) -> None:
     """Runs those of the named stages that are not finished."""
     run_dir = context.run_dir
-    for name in _due(run_dir, context.config, names, printer):
+    for name in _due(context, names, printer):
         if name == "search":
             # One that goes on is not done until its front is that of all that was evaluated.
             run_dir.mark_open(name)
@@ -140,10 +159,12 @@ def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer
         run_dir.mark_done(**row, **_results(context, name))
 
 
-def _due(run_dir: RunDir, config: RunConfig, names: Collection[str], printer: Printer) -> list[str]:
+def _due(context: RunContext, names: Collection[str], printer: Printer) -> list[str]:
     """The stages to run, in order. The teacher is loaded again only where a later stage needs it."""
+    config, run_dir = context.config, context.run_dir
     due = [n for n in names if not _is_finished(run_dir, config, n) or n == "report"]
-    if "teacher" not in due and {"data", "supernet", "scores"} & set(due):
+    needs_teacher = context.loaded is None and {"data", "supernet", "scores"} & set(due)
+    if "teacher" not in due and needs_teacher:
         due.insert(0, "teacher")
     for name in names:
         details = run_dir.stage(name)

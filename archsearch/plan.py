@@ -67,6 +67,8 @@ class Plan:
     rate_flops: float
     gpu_room: int = 0
     """Memory in bytes of the GPUs that it would run on; 0 where there are none."""
+    reused: tuple[str, ...] = ()
+    """Lines on what is taken of another run."""
 
     @property
     def seconds(self) -> float:
@@ -85,10 +87,10 @@ class Plan:
             f"{bytes_text(self.needs.host)} of memory{gpu}, {bytes_text(self.needs.disk)} of disk"
         )
         if self.needs.gpu <= self.gpu_room or not self.gpu_room:
-            return [*rows, total]
+            return [*self.reused, *rows, total]
         room = bytes_text(self.gpu_room)
         hint = "lower distill.batch_tokens, supernet.batch_tokens or execution.workers"
-        return [*rows, total, f"  warning: the GPU memory here is {room}: {hint}"]
+        return [*self.reused, *rows, total, f"  warning: the GPU memory here is {room}: {hint}"]
 
 
 def duration(seconds: float) -> str:

@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 
 from pydantic import ValidationError
 
+from .changes import describe_changes, differences
 from .config import RunConfig
 from .configfile import first_problem
 from .errors import ConfigError, EnvironmentFault
@@ -49,9 +50,7 @@ PAIRS_FILE = "pairs.json"
 INPUTS_FILE = "inputs.json"
 """SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"
-
-NAMED_CHANGES, SHOWN_CHARS = 3, 60
-"""Fields that a refusal names before it counts the rest, and characters that it shows of a value."""
+PROVENANCE_FILE = "provenance.json"
 
 _NO_FOLDER = "is a file; a run directory is expected"
 _DISK_FAULTS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -207,12 +206,12 @@ class RunDir:
         if not changes and self._has_scores():
             changes = "; ".join(
                 f"{field}: the file has changed since heads were scored"
-                for field in self._changed_inputs(inputs)
+                for field in self.changed_inputs(inputs)
             )
         if changes:
             raise ConfigError(
                 f"{self.path}: this run was started with another config ({changes}); allowed: a new --run-dir, "
-                f"where --set supernet.source={self / 'supernet.safetensors'} reuses the supernet"
+                f"where `archsearch run` takes what still fits with --reuse {self.path}"
             )
 
     def _has_scores(self) -> bool:
@@ -220,7 +219,7 @@ class RunDir:
         files = [self / score_file("causal"), *(self / SCORES).glob("*.json")]
         return self.stage("scores") is not None or any(path.exists() for path in files)
 
-    def _changed_inputs(self, inputs: Mapping[str, str]) -> list[str]:
+    def changed_inputs(self, inputs: Mapping[str, str]) -> list[str]:
         """Fields whose file holds something else than when it was last written down, if it was."""
         if not (self / INPUTS_FILE).exists():
             return []
@@ -265,9 +264,26 @@ class RunDir:
 
     def record_provenance(self, seed: int) -> None:
         """Appends what this call runs on: versions, git commit, command line, host, seed."""
-        name = "provenance.json"
-        calls = self._read_part(name, "calls", list) if (self / name).exists() else []
-        self.write_json(name, {"schema": SCHEMA, "calls": [*calls, describe_call(seed)]})
+        self._write_provenance([*self._calls(), describe_call(seed)], self.origins())
+
+    def record_origin(self, stage: str, origin: Mapping[str, Any]) -> None:
+        """Writes down, beside the calls, where what a stage has left was taken from."""
+        self._write_provenance(self._calls(), {**self.origins(), stage: dict(origin)})
+
+    def origins(self) -> dict[str, Any]:
+        """Where the outputs of stages come from that this run has not made itself, by stage."""
+        is_there = (self / PROVENANCE_FILE).exists()
+        found = self.read_json(PROVENANCE_FILE) if is_there else {}
+        return dict(found.get("reused", {})) if isinstance(found, dict) else {}
+
+    def _calls(self) -> list[Any]:
+        if not (self / PROVENANCE_FILE).exists():
+            return []
+        return self._read_part(PROVENANCE_FILE, "calls", list)
+
+    def _write_provenance(self, calls: list[Any], origins: Mapping[str, Any]) -> None:
+        reused = {"reused": origins} if origins else {}
+        self.write_json(PROVENANCE_FILE, {"schema": SCHEMA, "calls": calls, **reused})
 
     def require_writable(self) -> None:
         """Tries to write where the directory is, or where it would be made; nothing is left there.
@@ -337,48 +353,6 @@ def require_disk(path: Path, needed_bytes: int) -> None:
 def nearest_folder(path: Path) -> Path:
     """The path itself, or the nearest of its parents that there is."""
     return next(p for p in (path, *path.parents) if p.exists())
-
-
-def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted path -> (old, new) of every leaf that differs; a missing value reads as None."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        found: dict[str, tuple[Any, Any]] = {}
-        for key in [*old, *(key for key in new if key not in old)]:
-            path = f"{prefix}.{key}" if prefix else str(key)
-            found |= differences(old.get(key), new.get(key), path)
-        return found
-    return {} if old == new else {prefix: (old, new)}
-
-
-def describe_changes(found: Mapping[str, tuple[Any, Any]]) -> str:
-    """The first of the differences, `FIELD: OLD -> NEW`, and how many more there are, as one line that can be read."""
-    each = [change for path, pair in found.items() for change in _within_lists(path, *pair)]
-    said = [f"{path}: {_contrast(old, new)}" for path, old, new in each[:NAMED_CHANGES]]
-    more = len(each) - len(said)
-    return "; ".join(said) + (f"; and {more} more" if more else "")
-
-
-def _within_lists(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """What differs between lists of equally many sections, or the two values."""
-    lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
-    if not lists or not all(isinstance(item, Mapping) for item in (*old, *new)):
-        return [(path, old, new)]
-    pairs = enumerate(zip(old, new, strict=True))
-    items = (differences(*pair, f"{path}[{index}]") for index, pair in pairs)
-    return [(key, was, now) for found in items for key, (was, now) in found.items()]
-
-
-def _contrast(old: Any, new: Any) -> str:
-    """Two values as Python writes them; of long ones what lies around the first place where they differ."""
-    texts, start = (repr(old), repr(new)), 0
-    if max(map(len, texts)) > SHOWN_CHARS:
-        pairs = enumerate(zip(*texts, strict=False))
-        first = next((place for place, (a, b) in pairs if a != b), min(map(len, texts)))
-        start = max(0, first - SHOWN_CHARS // 3)
-    end = start + SHOWN_CHARS
-    return " -> ".join(
-        "..." * bool(start) + text[start:end] + "..." * (len(text) > end) for text in texts
-    )
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:

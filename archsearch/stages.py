@@ -215,7 +215,7 @@ def _score(context: RunContext, progress: StageProgress) -> str:
     """Writes the scores files of all methods that the run needs, and similarity.json."""
     run_dir, methods = context.run_dir, scored_methods(context.config)
     score_heads(context, methods, progress)
-    if lost := _lost_similarity(run_dir):
+    if lost := lost_similarity(run_dir):
         _say_again(context, SIMILARITY_FILE, lost, progress)
         progress.begin("similarity")
         found = measure_similarity(context.teacher(), _score_tokens(context))
@@ -275,10 +275,10 @@ def lost_scores(run_dir: RunDir, methods: Sequence[ScoreMethod]) -> dict[ScoreMe
 
 def lost_outputs(run_dir: RunDir, config: RunConfig) -> bool:
     """Whether the stage of scores, if it is finished, has lost any of its files."""
-    return bool(lost_scores(run_dir, scored_methods(config)) or _lost_similarity(run_dir))
+    return bool(lost_scores(run_dir, scored_methods(config)) or lost_similarity(run_dir))
 
 
-def _lost_similarity(run_dir: RunDir) -> str:
+def lost_similarity(run_dir: RunDir) -> str:
     """Why similarity.json cannot be kept; empty where it can."""
     try:
         Similarity.load(run_dir / SIMILARITY_FILE)

@@ -92,7 +92,7 @@ def write_heldout(
 ) -> dict[str, NDArray[Any]]:
     """The held-out tokens by the config's field; those that have no file yet are made and written first."""
     found: dict[str, NDArray[Any]] = {}
-    for field, text, count, skip, file, purpose in _heldout_parts(config):
+    for field, text, count, skip, file, purpose in heldout_parts(config):
         if not (run_dir / file).exists():
             with naming(_origin_field(field, text)):
                 packed = load_text(
@@ -110,7 +110,7 @@ def write_heldout(
     return found
 
 
-def _heldout_parts(config: RunConfig) -> Iterator[tuple[str, TextConfig, int, int, str, str]]:
+def heldout_parts(config: RunConfig) -> Iterator[tuple[str, TextConfig, int, int, str, str]]:
     """Field, text, sequences, sequences to pass over, file and purpose of the seed; the final stage's are behind those of trials."""
     final = final_config(config)
     names = [("data.heldout", HELDOUT_FILE, "heldout")]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .candidates import check_choice, choose
+from .changes import differences
 from .config import RunConfig
 from .data.corpora import Packed
 from .errors import ConfigError
@@ -24,7 +25,7 @@ from .inputs import check_teacher_files
 from .models.kernels import check_kernels
 from .models.teacher import TeacherInfo, inspect_teacher, pick_device
 from .plan import Speed, duration, evaluation_tokens, matmul_rate
-from .rundir import RunDir, differences
+from .rundir import RunDir
 from .search.trial import RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
 from .stages import check_supernet
 from .train_settings import (

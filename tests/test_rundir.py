@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
+from archsearch.changes import describe_changes, differences
 from archsearch.config import RunConfig
 from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.rundir import (
     RunDir,
-    describe_changes,
-    differences,
     network_file_system,
     require_disk,
 )
@@ -171,7 +170,7 @@ def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None
     message = str(caught.value)
     assert "seed: 0 -> 4" in message
     assert "search.objectives: " in message
-    assert "--set supernet.source=" in message
+    assert message.endswith(f"--reuse {tmp_path}")
     assert run_dir.load_config() == config()
 
 

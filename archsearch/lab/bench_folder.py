@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..changes import differences
 from ..config import RunConfig
 from ..configfile import load_config
 from ..data.niah import retrieval_rows
@@ -21,7 +22,7 @@ from ..headmap import ModelShape
 from ..inputs import scored_inputs
 from ..models.teacher import Teacher, load_teacher
 from ..progress import ignore_progress
-from ..rundir import RunDir, differences
+from ..rundir import RunDir
 from ..search.trial import (
     HELDOUT_FILE,
     RETRIEVAL_FILE,

@@ -26,8 +26,9 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from ..changes import differences
 from ..errors import ConfigError
-from ..rundir import differences, replacing
+from ..rundir import replacing
 
 MADE_BY = "made_by"
 """The fact that parts need not share: machines, versions and times, one of each process."""

@@ -20,10 +20,11 @@ from sqlalchemy import event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from ..changes import describe_changes, differences
 from ..config import RunConfig
 from ..errors import ConfigError, EnvironmentFault
 from ..headmap import HeadMap, ModelShape
-from ..rundir import RESUMABLE, describe_changes, differences, network_file_system
+from ..rundir import RESUMABLE, network_file_system
 from .front import SEARCH, Candidate
 from .promotion import Pruned
 from .proposals.base import Evaluated
