@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,12 @@ def write_records(rows: list[dict[str, Any]], path: Path) -> None:
         path.write_text(json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise EnvironmentFault(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as the lab book has it."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def join(parts: list[Path]) -> list[dict[str, Any]]:

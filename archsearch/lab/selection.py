@@ -21,17 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..config import ExecutionConfig, RunConfig
+from ..config import RunConfig
 from ..errors import ConfigError
-from ..execution.base import Executor
-from ..execution.choice import open_executor
 from ..headmap import ModelShape
 from ..rundir import RunDir
 from ..search.seeds import read_scores
 from .bench_folder import BenchFolder, read_config, read_shape
-from .entry import add_overrides, add_run, run_script, script_parser
+from .entry import add_run, run_script, script_parser
 from .ledger import VALUES, Ledger
 from .selection_maps import (
     CONTROL,
@@ -48,8 +44,9 @@ from .selection_maps import (
     retrieval_columns,
 )
 from .selection_tables import Line, Table, record, show
+from .student_call import add_students, open_workers, prepare_payload
 from .student_jobs import Estimate, Job, run_jobs
-from .student_worker import TEACHER, StudentWorker, reading_key
+from .student_worker import TEACHER, reading_key
 
 MEASURED = (
     "probes.kinds=[copying, labels, arithmetic, lookup, agreement]",
@@ -176,22 +173,14 @@ def parsed() -> argparse.Namespace:
     parser = script_parser(__doc__, figures=False)
     add_run(parser)
     parser.add_argument("--stage", choices=STAGES, required=True, help="what is trained")
-    parser.add_argument("--folder", type=Path, help="RUN/selection where not given")
-    parser.add_argument("--ledger", type=Path, help="FOLDER/readings.jsonl where not given")
-    parser.add_argument("--only", nargs="+", choices=METHODS, help="selectors")
     parser.add_argument(
         "--units", nargs="+", choices=UNITS, help="single heads, KV groups or layers"
     )
     parser.add_argument("--shares", type=float, nargs="+", help="of full-attention heads")
     parser.add_argument("--seeds", type=int, help="of random maps")
-    parser.add_argument("--seconds", type=float, default=480.0, help="most in all")
-    parser.add_argument("--workers", type=int, default=1, help="processes, spread over the GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", help="readings, in place of the stage's")
     parser.add_argument("--tokens-before", type=int, nargs="+", help="those of the stages before")
-    add_overrides(parser, "run's config")
-    parser.add_argument("--dry-run", action="store_true", help="only says what it takes")
-    parser.add_argument("--rate", type=float, default=200_000, help="training tokens a second")
-    parser.add_argument("--figures", type=Path, help="JSON that they go to")
+    add_students(parser, "RUN/selection")
     return parser.parse_args()
 
 
@@ -221,17 +210,6 @@ def expected(args: argparse.Namespace, study: Study, stage: Stage) -> list[Job]:
     return jobs_of(study, stage, entries)
 
 
-def open_workers(args: argparse.Namespace, payload: Mapping[str, Any]) -> Executor:
-    """One worker in this process, or several that share the GPUs that there are."""
-    gpus = torch.cuda.device_count() if args.workers > 1 else 0
-    execution = ExecutionConfig(
-        executor="serial" if args.workers == 1 else "ray",
-        workers=args.workers,
-        gpus_per_worker=min(1.0, gpus / args.workers),
-    )
-    return open_executor(execution, StudentWorker, payload)
-
-
 def train_stage(args: argparse.Namespace, study: Study, payload: Mapping[str, Any]) -> Table:
     """Trains what is missing until the time is over, and says how much is left."""
     stages, ledger = chosen_stages(args), Ledger(Path(payload["ledger"]))
@@ -248,7 +226,7 @@ def train_stage(args: argparse.Namespace, study: Study, payload: Mapping[str, An
         left = run_jobs(executor, jobs, deadline)
     finally:
         executor.shutdown()
-    print(f"{left} maps left" if left else f"stage {args.stage} is done")
+    print(f"{left.jobs} maps left" if left.jobs else f"stage {args.stage} is done")
     study = replace(study, rows=ledger.rows())
     lines = lines_of(study, args.stage, stage, entries)
     return Table(lines, study.values(None, 0) or {}, study.config)
@@ -265,17 +243,7 @@ def main() -> None:
         print(Estimate.of(config, args.rate).text(f"stage {args.stage}", jobs))
         return
     folder = BenchFolder(run, args.folder or args.run / "selection", config)
-    left_out, last = folder.prepare(), stage.readings[-1]
-    print(
-        f"text: gone over {folder.epochs(last):.1f} times in {last:,} tokens; {left_out} rows left out that share a "
-        "passage with held-out text"
-    )
-    payload = folder.payload() | {
-        "ledger": str(args.ledger or folder.dir / "readings.jsonl"),
-        "settings": folder.settings(),
-        "deadline": started + args.seconds,
-        "workers": args.workers,
-    }
+    payload = prepare_payload(args, folder, stage.readings[-1], started)
     study = Study(config, read_shape(run), run, payload["settings"], {})
     table = train_stage(args, study, payload)
     print(show(table))

@@ -15,7 +15,7 @@ from ..headmap import HeadMap
 from ..report.records import bytes_text
 from ..search.study import head_map_text
 from .ledger import FAILED, VALUES
-from .records import LabBook
+from .records import LabBook, markdown
 from .selection_maps import CONTROL, LAYERS, deciding, metric_of, retrieval_columns, retrieval_nll
 
 NOTHING = "°"
@@ -163,10 +163,8 @@ def show(table: Table) -> str:
     ]
     for name, line in sorted(ordered, key=lambda pair: (-pair[0][2], pair[1].tokens)):
         rows.append(_row(table, name, line, others, columns, general))
-    text = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    text += [f"| {' | '.join(row)} |" for row in rows]
     note = f"Retrieval and general prompts: share answered (nats an answer token). {NOTHING}: decides nothing."
-    return "\n".join([*text, "", note, *(aim.text for aim in aims(table))])
+    return "\n".join([markdown(head, rows), "", note, *(aim.text for aim in aims(table))])
 
 
 def _row(
@@ -212,12 +210,21 @@ def record(table: Table, path: Path) -> None:
     Records of other stages that the file has stay.
     """
     book = LabBook(table.config.seed)
-    columns = retrieval_columns(table.teacher)
-    decide = deciding(columns, table.teacher)
     stages = sorted({line.stage for line in table.lines})
     if path.exists():
         book.rows += [row for row in json.loads(path.read_text()) if row["stage"] not in stages]
-    facts: dict[str, Any] = {"stage": stages[0] if stages else "", "decides": decide}
+    facts = record_readings(book, table)
+    for aim in aims(table):
+        book.add(aim.name, float(f"{aim.value:.{DIGITS}g}"), "", f"at most {aim.most:.4g}", **facts)
+    book.write(path)
+
+
+def record_readings(book: LabBook, table: Table) -> dict[str, Any]:
+    """Adds the teacher's figures and a record a reading; returns what all records of the table say of it."""
+    columns = retrieval_columns(table.teacher)
+    decide = deciding(columns, table.teacher)
+    stage = min((line.stage for line in table.lines), default="")
+    facts: dict[str, Any] = {"stage": stage, "decides": decide}
     book.add("kl, teacher", 0.0, "nats/token", None, **facts, figures=_short(table.teacher))
     for line in table.lines:
         if VALUES not in line.row:
@@ -243,9 +250,7 @@ def record(table: Table, path: Path) -> None:
             figures=_short({name: value for name, value in values.items() if name != "kl"}),
             head_map=head_map_text(line.head_map),
         )
-    for aim in aims(table):
-        book.add(aim.name, float(f"{aim.value:.{DIGITS}g}"), "", f"at most {aim.most:.4g}", **facts)
-    book.write(path)
+    return facts
 
 
 def _short(values: Mapping[str, float]) -> dict[str, float]:

@@ -84,20 +84,33 @@ class Estimate:
         )
 
 
-def run_jobs(executor: Executor, jobs: Sequence[Job], deadline: float) -> int:
-    """Does the jobs in order until time.time() is past the deadline; returns how many are left.
+@dataclass(frozen=True)
+class Left:
+    """Jobs that have not all of their readings: those that the time was too short for, and names of those that raised."""
+
+    late: int
+    raised: tuple[str, ...] = ()
+
+    @property
+    def jobs(self) -> int:
+        """How many in all."""
+        return self.late + len(self.raised)
+
+
+def run_jobs(executor: Executor, jobs: Sequence[Job], deadline: float) -> Left:
+    """Does the jobs in order until time.time() is past the deadline; returns what is left.
 
     A job is not begun where one like it has taken longer than what is left. A job that fails is said, and left.
     """
     begun: dict[int, tuple[Job, float]] = {}
     longest: dict[tuple[int, ...], float] = {}
-    waiting, left = list(enumerate(jobs)), 0
+    waiting, late, raised = list(enumerate(jobs)), 0, list[str]()
     while waiting or begun:
         while waiting and len(begun) < executor.capacity:
             number, job = waiting[0]
             seconds = longest.get(job.readings, 0.0)
             if time.time() + SLACK * seconds >= deadline:
-                left += len(waiting)
+                late += len(waiting)
                 waiting.clear()
                 break
             waiting.pop(0)
@@ -111,10 +124,12 @@ def run_jobs(executor: Executor, jobs: Sequence[Job], deadline: float) -> int:
         said = outcome.error or outcome.result
         if said == DONE:
             longest[job.readings] = max(longest.get(job.readings, 0.0), seconds)
+        elif outcome.error:
+            raised.append(job.name)
         elif said != FAILED:
-            left += 1
+            late += 1
         print(f"{job.name}, seed {job.seed}: {said}, {seconds:.1f} s", flush=True)
-    return left
+    return Left(late, tuple(raised))
 
 
 def _characters(path: Any) -> int:
