@@ -9,14 +9,13 @@ from ..headmap import HeadMap
 from ..metrics import COSTS
 from ..rundir import RunDir, score_file
 from ..search.front import SEARCH, Candidate
+from ..search.seeds import num_full_heads
 from .search_runs import Search
 from .selection_maps import CONTROL, METHODS, Entry, needed_scores
 from .selection_tables import Name
 
 BEST = ", best "
 """Before what a found map is best by, in its name."""
-SLACK = 1e-9
-"""What a share may be above the one asked for."""
 
 
 def found_entries(searches: Sequence[Search], shares: Sequence[float]) -> list[Entry]:
@@ -64,9 +63,14 @@ def qualities(config: SearchConfig) -> list[ObjectiveConfig]:
 def picks(
     candidates: Sequence[Candidate], objective: ObjectiveConfig, share: float
 ) -> list[Candidate]:
-    """The best feasible candidate within a share, and the best of those that no seed supplied."""
+    """The best feasible candidate with no more full-attention heads than a selector takes at the share, and the best of
+    those that no seed supplied."""
     sign = 1 if objective.direction == "minimize" else -1
-    within = [c for c in candidates if c.feasible and c.head_map.fa_share <= share + SLACK]
+    within = [
+        c
+        for c in candidates
+        if c.feasible and len(c.head_map.full_heads()) <= num_full_heads(c.head_map.model, share)
+    ]
     chosen: list[Candidate] = []
     for pool in (within, [c for c in within if c.source == SEARCH]):
         best = min(

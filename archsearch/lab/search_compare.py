@@ -31,10 +31,10 @@ from ..search.trial import HELDOUT_FILE
 from .bench_folder import BenchFolder, read_config, read_shape
 from .entry import add_run, run_script, script_parser
 from .found_maps import found_entries, merged, missing_scores
-from .found_tables import record_share, show_share
+from .found_tables import name_text, record_share, show_share
 from .ledger import FAILED, Ledger
 from .records import LabBook
-from .search_fronts import Fronts, record_fronts, show_fronts
+from .search_fronts import Fronts, record_fronts, record_search, show_fronts
 from .search_runs import HELDOUT_FILES, Search, read_searches
 from .selection import MEASURED, Study, jobs_of, lines_of
 from .selection_maps import METHODS, Entry, Stage
@@ -169,6 +169,8 @@ def main() -> None:
         print(Estimate.of(config, args.rate).text("found maps and selectors'", jobs))
         return
     book = LabBook(first.config.seed)
+    for search in searches:
+        record_search(book, search)
     for fronts in all_fronts(searches):
         print(f"{show_fronts(fronts)}\n", flush=True)
         record_fronts(book, fronts)
@@ -192,8 +194,8 @@ def main() -> None:
         book.write(args.figures)
     if left.late:
         print(f"{left.late} maps left: the same command goes on")
-    failed = [*left.raised, *(str(line.names) for line in table.lines if FAILED in line.row)]
-    if failed:
+    broken = [name_text(line.names[0]) for line in table.lines if FAILED in line.row]
+    if failed := [*left.raised, *broken]:
         raise RunFault(f"{len(failed)} students failed: {'; '.join(failed)}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import ObjectiveConfig
 from ..search.front import SEARCH, Candidate, Scale
+from ..timings import read_timings
 from .records import LabBook, markdown
 from .search_runs import Evaluation, Search
 from .search_tables import SHARE, STEP
@@ -173,6 +174,23 @@ def show_fronts(fronts: Fronts) -> str:
         rows.append([curve.name, *counts, *(f"{value:.4f}" for value in values)])
     races = [race.text for race in fronts.races()]
     return "\n".join([markdown([*head, "all"], rows), *([""] if races else []), *races])
+
+
+def record_search(book: LabBook, search: Search) -> None:
+    """Adds what a search took as a whole, proposals and its random control included, over all calls."""
+    execution = search.config.execution
+    for row in read_timings(search.run)[0]:
+        if row["stage"] == "search":
+            book.add(
+                f"seconds of the search stage, {search.name}",
+                row["seconds"],
+                "s",
+                None,
+                trials=search.config.search.trials,
+                random_control=search.config.search.random_control,
+                workers=execution.workers,
+                gpus_per_worker=execution.gpus_per_worker,
+            )
 
 
 def record_fronts(book: LabBook, fronts: Fronts) -> None:

@@ -14,10 +14,18 @@ from archsearch.config import ObjectiveConfig, RunConfig
 from archsearch.errors import ConfigError
 from archsearch.headmap import HeadMap, Operator
 from archsearch.lab.records import LabBook
-from archsearch.lab.search_fronts import CONTROL, Curve, Fronts, record_fronts, show_fronts
+from archsearch.lab.search_fronts import (
+    CONTROL,
+    Curve,
+    Fronts,
+    record_fronts,
+    record_search,
+    show_fronts,
+)
 from archsearch.lab.search_runs import Evaluation, Rung, Search, read_searches
 from archsearch.rundir import RunDir
 from archsearch.search.front import Candidate, Scale
+from archsearch.timings import record_stage
 from tests.search.fakes import SHAPE, fake_config, fake_search
 
 MAP = HeadMap.uniform(SHAPE, Operator.GDN)
@@ -133,6 +141,12 @@ def test_seconds_are_a_share_of_the_gpu_and_of_every_try_that_says_them(tmp_path
     ends = [c.trial for c in rung.candidates]
     assert len(set(ends)) == 9
     assert [rung.tokens for rung in searches[1].rungs] == [0, 100]
+    record_stage(first, "search", 7.0, 0, "")
+    book = LabBook(0)
+    record_search(book, searches[0])
+    (row,) = book.rows
+    assert row["metric"] == "seconds of the search stage, guided, free"
+    assert (row["value"], row["trials"], row["gpus_per_worker"]) == (7, 10, 0.25)
 
 
 @pytest.fixture(scope="module")
