@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..changes import describe_changes, differences
 from ..config import RunConfig
 from ..errors import ConfigError
-from ..rundir import RESUMABLE, SCORES, RunDir, differences, score_file
+from ..rundir import RESUMABLE, SCORES, RunDir, score_file
 from ..search.front import Candidate
 from ..search.study import RungStudy, find_study, open_storage, study_name
 from ..search.trial import RETRIEVAL_FILE, STARTS_FILE, SUPERNET_FILE, TRAIN_FILE
@@ -87,11 +88,14 @@ def check_same(first: RunDir, other: RunDir) -> None:
     if teachers[0] != teachers[1]:
         raise ConfigError(f"{other.path}: another teacher than {first.path}'s; {wanted}")
     configs = [run.load_config().model_dump(mode="json", by_alias=True) for run in (first, other)]
-    for field, (old, new) in differences(configs[0], configs[1]).items():
-        if not field.startswith(MAY_DIFFER):
-            raise ConfigError(
-                f"{other.path}: {field} is {new!r}, that of {first.path} {old!r}; {wanted}"
-            )
+    changes = {
+        field: values
+        for field, values in differences(configs[0], configs[1]).items()
+        if not field.startswith(MAY_DIFFER)
+    }
+    if changes:
+        said = describe_changes(changes)
+        raise ConfigError(f"{other.path}: has another config than {first.path} ({said}); {wanted}")
     for name in _made_of(first, other):
         pair = first / name, other / name
         if not all(path.exists() for path in pair) or not filecmp.cmp(*pair, shallow=False):

@@ -180,7 +180,10 @@ def other_config(**search: Any) -> Change:
             lambda run: run.write_json("teacher.json", {"model": vars(SHAPE), "fingerprint": "g"}),
             "b: another teacher than",
         ),
-        (other_config(proxy_tokens=(0, 200)), r"b: search.proxy_tokens is \[0, 200\], that of"),
+        (
+            other_config(proxy_tokens=(0, 200)),
+            r"search.proxy_tokens: \[0, 100\] -> \[0, 200\]\); allowed",
+        ),
         (lambda run: (run / "trials.json").unlink(), "the search has not run to there yet"),
         (other_config(**OURS), "b: also searched with guided, free; allowed: one run of each"),
     ],
