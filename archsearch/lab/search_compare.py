@@ -53,18 +53,23 @@ UNSEEN = (
     f"probes.files=[{{name: stations, path: {ASSETS}/niah_single.jsonl.gz}}, "
     f"{{name: stations_keys, path: {ASSETS}/niah_multikey.jsonl.gz}}]",
 )
-"""What is set in the run's config after MEASURED and before --set, beside its own kinds of prompts and another seed."""
+"""What is set in the run's config after MEASURED and before --set, beside its own prompts and schedule and another seed."""
 SEED = 900_001
 """Offset of the seed from the runs', so that prompts are none of a trial's, of a final stage's or of search.retention."""
+MOST_DECAY = 0.999
+"""Share of the steps over which the rate falls at most: readings allow no 1, and of less than 500 steps this is all."""
 STAGE = "compare"
 
 
 def measured_config(first: Search, overrides: Sequence[str]) -> RunConfig:
     """What students are trained and measured by. Raises ConfigError where its prompts would be the searches'."""
     own = first.config
-    kinds = f"probes.kinds=[{', '.join(own.probes.kinds)}]"
-    options = [*MEASURED, kinds, *UNSEEN, f"seed={own.seed + SEED}", *overrides]
-    config = read_config(first.run, options)
+    as_searched = (
+        f"probes.kinds=[{', '.join(own.probes.kinds)}]",
+        f"distill.decay_share={min(own.distill.decay_share, MOST_DECAY)}",
+        f"seed={own.seed + SEED}",
+    )
+    config = read_config(first.run, [*MEASURED, *UNSEEN, *as_searched, *overrides])
     if config.seed == own.seed:
         raise ConfigError(
             f"--set seed={config.seed}: the searches' own prompts; allowed: any other seed"

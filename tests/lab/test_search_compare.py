@@ -129,6 +129,8 @@ def test_prompts_and_text_are_none_of_the_searches(
     measured = search_compare.measured_config(first, ["probes.unseen=[]"])
     assert measured.seed != config.seed
     assert measured.probes.kinds == config.probes.kinds
+    # As in a trial of this run, whose rate falls from the first step on.
+    assert (config.distill.decay_share, measured.distill.decay_share) == (1, 0.999)
     with pytest.raises(ConfigError, match="--set seed=3: the searches' own prompts"):
         call(monkeypatch, *words, "--set", "seed=3")
     own = "data.heldout={source: teacher}"
