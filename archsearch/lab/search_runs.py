@@ -70,6 +70,8 @@ def read_searches(paths: Sequence[Path]) -> list[Search]:
     runs = [RunDir(path) for path in paths]
     for run in runs:
         run.require_search("trials.json")
+        if run.load_config().search.storage is None:
+            run.require_search("study.db")
     for run in runs[1:]:
         check_same(runs[0], run)
     searches = [_read_search(run) for run in runs]
@@ -127,6 +129,10 @@ def _read_search(run: RunDir) -> Search:
                 () if study is None else _evaluations(study, config) for study in (search, control)
             ]
             rungs.append(Rung(tokens, *tries))
+    if not any(rung.candidates for rung in rungs):
+        raise ConfigError(
+            f"{run.path}: its search has no results; allowed: runs whose search has some"
+        )
     name = f"{config.search.sampler}, {config.search.representation}"
     return Search(name, run, config, tuple(rung for rung in rungs if rung.candidates))
 

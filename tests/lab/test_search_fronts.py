@@ -185,6 +185,8 @@ def other_config(**search: Any) -> Change:
             r"search.proxy_tokens: \[0, 100\] -> \[0, 200\]\); allowed",
         ),
         (lambda run: (run / "trials.json").unlink(), "the search has not run to there yet"),
+        (lambda run: (run / "study.db").unlink(), "b/study.db: missing"),
+        (other_config(storage="sqlite://"), "b: its search has no results"),
         (other_config(**OURS), "b: also searched with guided, free; allowed: one run of each"),
     ],
 )
