@@ -19,7 +19,7 @@ from .fidelity.subjects import TooManyMaps, choose_subjects
 from .fidelity_changes import changed_config
 from .footprint import checkpoint_bytes
 from .models.teacher import TeacherInfo, inspect_teacher, pick_device
-from .plan import RAY_SECONDS, Speed, duration, evaluation_tokens, matmul_rate, training_rows
+from .plan import RAY_SECONDS, Speed, duration, matmul_rate, training_rows
 from .preflight import check_machine
 from .rundir import RunDir, score_file
 from .search.front import Candidate
@@ -28,6 +28,7 @@ from .search.ranking import Table
 from .search.records import measured_metrics
 from .search.seeds import read_scores
 from .search.trial import SUPERNET_FILE
+from .search_plan import TRAINING_COST, evaluation_tokens
 from .stages import ALIGNMENT_FILE, check_supernet
 from .trainconfig import FORK_SHARE
 
@@ -40,8 +41,6 @@ PARTS = (1 / 80, 1 / 40, 1 / 20, 1 / 10, 1 / 5, 1 / 2)
 """Where a map is read by default, as parts of its tokens, beside 0, the search's own proxies and the end."""
 GOOD_PART, REPEATED_PART = 2 / 3, 1 / 4
 """Of all maps."""
-TRAINING_COST = 4
-"""Forwards that a token of distillation costs, the teacher's included."""
 
 
 @dataclass(frozen=True)

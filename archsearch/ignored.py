@@ -19,7 +19,8 @@ from .footprint import TRAIN
 from .models.teacher import pick_device
 from .plan import text_origin, texts
 from .search.driver import scored_methods
-from .search.seeds import DRAWN
+from .search.seeds import DRAWN, most_seeds
+from .search_plan import planned_rungs
 
 Row = tuple[tuple[str, ...], bool, str]
 """Fields or whole sections by their paths, whether they are ignored, and why."""
@@ -50,7 +51,7 @@ def ignored_options(config: RunConfig, methods: Collection[ScoreMethod] | None =
             if _is_set(config, path) and not any(f"{path}.".startswith(f"{n}.") for n in named):
                 named.append(path)
                 found.append(f"{path} is ignored: {reason}")
-    return [*_ignored_sources(config), *found, *_weakened(config)]
+    return [*_ignored_sources(config), *found, *_weakened(config), *_starved(config)]
 
 
 def ignored_in_training(config: RunConfig, fields: Collection[str]) -> list[str]:
@@ -112,6 +113,25 @@ def _weakened(config: RunConfig) -> Iterator[str]:
             f"distill.packed: text from {text_origin(train)} does not mark its documents: they end at end-of-text tokens "
             "alone, and a row without any stays whole"
         )
+
+
+def _starved(config: RunConfig) -> Iterator[str]:
+    """Sentences on limits that leave too little to a search."""
+    search, named = config.search, most_seeds(config.search.seeds)
+    if named >= search.trials:
+        yield (
+            f"search.trials: {search.trials}, and search.seeds.methods are up to {named} head maps, which come first: "
+            f"little or nothing is left to search.sampler {search.sampler}"
+        )
+    for number, rung in enumerate(planned_rungs(config)):
+        share = 1 + search.random_control
+        least = named if not number else 1
+        if rung.count < min(rung.wanted, least * share):
+            of = f" of up to {named} seeds" if not number else ""
+            yield (
+                f"search.max_tokens: {search.max_tokens} pays for {rung.count // share} head maps{of} at "
+                f"{rung.tokens} tokens of distillation; {1 / len(search.lengths):.2g} of it is for each proxy"
+            )
 
 
 def _text_rows(config: RunConfig) -> Iterator[Row]:

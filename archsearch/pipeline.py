@@ -15,8 +15,8 @@ from .ignored import ignored_options
 from .inputs import scored_inputs
 from .memory import MemoryWatch
 from .models.kernels import kernel_faults, use_kernels
-from .models.teacher import inspect_teacher
-from .plan import STAGES, Plan, make_plan
+from .models.teacher import TeacherInfo, inspect_teacher
+from .plan import STAGES, Done, Plan, make_plan
 from .preflight import check_config, check_machine, check_memory
 from .reuse import plan_reuse, take
 from .rundir import RunDir, score_file
@@ -24,11 +24,14 @@ from .scoring.methods import METHODS
 from .search.driver import scored_methods
 from .search.seeds import ScoreTables, read_scores, top_heads
 from .search.stopping import changed_limits, limits_of
+from .search_plan import SearchDone, search_done
 from .stages import (
     STAGE_WORK,
     RunContext,
+    aligned_share,
     check_supernet,
     lost_outputs,
+    lost_scores,
     lost_supernet,
     pairs_line,
     score_heads,
@@ -53,12 +56,29 @@ def plan_run(
     run_dir.check_frozen(config, scored_inputs(config))
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
     taken = None if reuse is None else plan_reuse(config, run_dir, reuse)
-    plan = make_plan(config, info, [*finished, *(taken.whole if taken else ())], last=last)
+    finished += taken.whole if taken else []
+    done = _done(config, run_dir, info, last)
+    if "scores" in finished:
+        done = replace(done, scored=())
+    elif taken is not None:
+        done = replace(done, scored=[*done.scored, *taken.scored])
+    plan = make_plan(config, info, finished, last=last, done=done)
     if taken is not None:
         plan = replace(plan, reused=tuple(taken.lines()))
     check_memory(plan)
     run_dir.require_disk(plan.needs.disk)
     return plan
+
+
+def _done(config: RunConfig, run_dir: RunDir, info: TeacherInfo, last: str) -> Done:
+    """What there is of stages that are not finished."""
+    methods = scored_methods(config)
+    lost = lost_scores(run_dir, methods)
+    return Done(
+        aligned_share(run_dir, config),
+        [method for method in methods if method not in lost],
+        search_done(config, run_dir, info.shape) if last == STAGES[-1] else SearchDone(),
+    )
 
 
 def warning_lines(

@@ -5,21 +5,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from .config import DataConfig, RunConfig, TextConfig
+from .config import DataConfig, RunConfig, ScoreMethod, TextConfig
 from .data.sampling import MOST_ON_GPU
-from .errors import ArchsearchError
 from .footprint import TRAIN, Footprint, footprint
-from .metrics import GeneralKind
-from .models.sources import resolve_path
 from .models.teacher import TeacherInfo, pick_device
 from .report.records import bytes_text
 from .search.driver import scored_methods
 from .search.final import final_config
+from .search_plan import (
+    GENERAL_TOKENS,
+    SearchDone,
+    planned_rungs,
+    search_forwards,
+    search_lines,
+    seconds_left,
+)
 
 STAGES = ("teacher", "data", "supernet", "scores", "search", "report")
 
@@ -37,11 +42,7 @@ RAY_SECONDS = 10.0
 
 DRAWN_PAIRS = 1.5
 """Pairs drawn for each that the teacher answers."""
-GENERAL_TOKENS = 100
-"""Length of a general prompt (61 to 129 with the tokenizer of SmolLM2)."""
 ANSWER_TOKENS = 6
-BYTES_A_TOKEN, PACKED = 5, 8
-"""English text in bytes a token, and how much smaller gzip makes repetitive prompts (the shipped ones: 5.3 and 8.6)."""
 MLP_SHARE = 0.6
 """Share of the MLPs in a forward: with attention frozen, only they run again."""
 SENDER_ROUNDS = 2
@@ -50,12 +51,22 @@ SENDER_ROUNDS = 2
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage, what it does in words, and its estimated seconds (0: a moment)."""
+    """A stage, what it does in words (a line or several), and its estimated seconds (0: a moment)."""
 
     name: str
     what: str
     seconds: float
     finished: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run has done of stages that are not finished."""
+
+    aligned: float = 0.0
+    """Share of the alignment."""
+    scored: Collection[ScoreMethod] = ()
+    search: SearchDone = field(default_factory=SearchDone)
 
 
 @dataclass(frozen=True)
@@ -77,13 +88,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan as text, a line a stage and one of totals."""
-        rows = [
-            f"  {s.name:<9} {'done' if s.finished else duration(s.seconds):<9} {s.what}"
-            for s in self.stages
-        ]
+        rows = [line for stage in self.stages for line in _stage_lines(stage)]
         gpu = f", {bytes_text(self.needs.gpu)} of GPU memory" if self.needs.gpu else ""
         total = (
-            f"  in all about {duration(self.seconds)} at {self.rate_flops / 1e9:,.0f} GFLOP/s, "
+            f"  {'in all':<9} {duration(self.seconds):<9} at {self.rate_flops / 1e9:,.0f} GFLOP/s; "
             f"{bytes_text(self.needs.host)} of memory{gpu}, {bytes_text(self.needs.disk)} of disk"
         )
         if self.needs.gpu <= self.gpu_room or not self.gpu_room:
@@ -91,6 +99,14 @@ class Plan:
         room = bytes_text(self.gpu_room)
         hint = "lower distill.batch_tokens, supernet.batch_tokens or execution.workers"
         return [*self.reused, *rows, total, f"  warning: the GPU memory here is {room}: {hint}"]
+
+
+def _stage_lines(stage: PlannedStage) -> list[str]:
+    what, *more = stage.what.splitlines() or [""]
+    time = "done" if stage.finished else duration(stage.seconds)
+    # What is left to do of a stage that is done need not be said.
+    rest = [] if stage.finished else [f"{'':<22}{line}" for line in more]
+    return [f"  {stage.name:<9} {time:<9} {what}", *rest]
 
 
 def duration(seconds: float) -> str:
@@ -159,27 +175,6 @@ def _corpus(text: TextConfig) -> dict[str, Any]:
     return text.model_dump(include={*TextConfig.model_fields} - {"temperature"})
 
 
-def evaluation_tokens(config: RunConfig) -> int:
-    """Tokens of one candidate's evaluation: held-out text and prompts."""
-    data, probes = config.data, config.probes
-    general = len(set(probes.kinds) & set(get_args(GeneralKind)))
-    haystacks = len(probes.kinds) - general + len(probes.unseen)
-    prompts = probes.prompts * (haystacks * sum(probes.contexts) + general * GENERAL_TOKENS)
-    prompts += sum(_file_tokens(file.path) for file in probes.files)
-    heldout = sum(count for _, count in data.heldout_texts)
-    return heldout * data.sequence_length + prompts
-
-
-def _file_tokens(source: str) -> int:
-    """About how many tokens a file of prompts has, from its size; 0 where it cannot be read."""
-    try:
-        path = resolve_path(source)
-        packed = PACKED if path.suffix == ".gz" else 1
-        return path.stat().st_size * packed // BYTES_A_TOKEN
-    except (ArchsearchError, OSError):
-        return 0
-
-
 @dataclass(frozen=True)
 class Speed:
     """Seconds a token that a device takes for a model's forward and for drawing text, the latter also a step."""
@@ -205,12 +200,13 @@ def make_plan(
     finished: Collection[str] = (),
     *,
     last: str = STAGES[-1],
+    done: Done = Done(),
     rate_flops: float | None = None,
     device: str | None = None,
 ) -> Plan:
     """Estimates a run up to the stage `last` from the teacher's size and a matmul rate, measured here and now if not given.
 
-    device is "cpu" or "cuda", the config's where it is None.
+    finished: stages that are done; done: what there is of the others. device is "cpu" or "cuda", the config's where it is None.
     """
     place = pick_device(config.teacher.device) if device is None else torch.device(device)
     rate = rate_flops or matmul_rate(place)
@@ -218,9 +214,9 @@ def make_plan(
     work = {
         "teacher": _teacher(info),
         "data": _data(config, speed),
-        "supernet": _supernet(config, info, speed),
-        "scores": _scores(config, info, speed),
-        "search": _search(config, info, speed),
+        "supernet": _supernet(config, info, speed, done.aligned),
+        "scores": _scores(config, info, speed, done.scored),
+        "search": _search(config, info, speed, done.search),
         "report": ("Pareto plot, head maps, pareto.json", 0.0),
     }
     names = STAGES[: STAGES.index(last) + 1]
@@ -282,27 +278,34 @@ def _data(config: RunConfig, speed: Speed) -> tuple[str, float]:
     return ", ".join(said), seconds
 
 
-def _supernet(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, float]:
+def _supernet(
+    config: RunConfig, info: TeacherInfo, speed: Speed, aligned: float
+) -> tuple[str, float]:
     if config.supernet.source != TRAIN:
         return f"loaded from {config.supernet.source}", 1.0
     attention = 4 * info.hidden_size * info.shape.num_heads * info.shape.head_dim
     twins = 3 * attention * info.shape.num_layers / info.num_parameters
-    what = f"{info.shape.total_heads:,} twins aligned on {config.supernet.tokens:,} tokens"
-    return what, config.supernet.tokens * speed.forward * (1 + 2 * twins)
+    there = f", {aligned:.0%} done" if aligned else ""
+    what = f"{info.shape.total_heads:,} twins aligned on {config.supernet.tokens:,} tokens{there}"
+    return what, (1 - aligned) * config.supernet.tokens * speed.forward * (1 + 2 * twins)
 
 
-def _scores(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, float]:
+def _scores(
+    config: RunConfig, info: TeacherInfo, speed: Speed, scored: Collection[ScoreMethod]
+) -> tuple[str, float]:
     scoring, shape, methods = config.scoring, info.shape, scored_methods(config)
     pairs = (len(scoring.retrieval) + len(scoring.general)) * scoring.pairs
     own = f" and those of {scoring.pairs_file}" if scoring.pairs_file else ""
     groups = shape.num_layers * shape.num_kv_heads
+    names = ", ".join(f"{name} (done)" if name in scored else name for name in methods)
     what = (
-        f"{shape.total_heads:,} heads and {groups:,} KV groups by {', '.join(methods)}, on "
+        f"{shape.total_heads:,} heads and {groups:,} KV groups by {names}, on "
         f"{pairs} clean and corrupt pairs{own}"
     )
     costs = _score_tokens(config, info)
     forward = speed.forward / (GPU_SCORING if speed.device == "cuda" else 1)
-    return what, forward * sum(costs[name] for name in ("pairs", *methods))
+    left = [name for name in methods if name not in scored]
+    return what, forward * sum(costs[name] for name in ("pairs", *left)) if left else 0.0
 
 
 def _score_tokens(config: RunConfig, info: TeacherInfo) -> dict[str, float]:
@@ -334,58 +337,17 @@ def _score_tokens(config: RunConfig, info: TeacherInfo) -> dict[str, float]:
     }
 
 
-def _search(config: RunConfig, info: TeacherInfo, speed: Speed) -> tuple[str, float]:
-    search, workers = config.search, _workers(config)
-    candidates = search.trials * (2 if search.random_control else 1)
-    tokens = evaluation_tokens(config)
-    each = [speed.forward * (tokens + 4 * steps) for steps in search.proxy_tokens]
-    counts = [candidates]
-    while len(counts) < len(each):
-        counts.append(promoted_candidates(config, counts[-1]))
-    if (final := final_config(config)) is not None:
-        each.append(speed.forward * (evaluation_tokens(final) + 4 * search.lengths[-1]))
-        counts.append(min(counts[-1], (2 + search.random_control) * search.final.max_points))
-    control = f" and {search.trials} random" if search.random_control else ""
-    proxies = ", ".join(f"{steps:,}" for steps in search.proxy_tokens)
-    tasks = f", lm-eval's {', '.join(config.harness.tasks)} not counted" * bool(
-        config.harness.tasks
-    )
-    what = (
-        f"{search.trials} trials{control} by {search.sampler}, proxies of {proxies} tokens, "
-        f"{workers} {config.execution.executor} worker(s){tasks}"
-    )
-    total = sum(count * cost for count, cost in zip(counts, each, strict=True))
-    total += speed.forward * _retention_tokens(config)
+def _search(
+    config: RunConfig, info: TeacherInfo, speed: Speed, done: SearchDone
+) -> tuple[str, float]:
+    workers, rungs = _workers(config), planned_rungs(config, done)
+    total = speed.forward * search_forwards(config, rungs)
     # Workers on one device share what it can do.
     devices = workers * config.execution.gpus_per_worker if speed.device == "cuda" else 1
+    total = min(total / max(1, devices), seconds_left(config, done))
     ray = RAY_SECONDS if config.execution.executor == "ray" else 0.0
-    return what, total / max(1, devices) + _teacher(info)[1] + ray
-
-
-def _retention_tokens(config: RunConfig) -> int:
-    """What search.retention costs, in tokens of a forward: the teacher, up to two found maps, and baselines to train."""
-    options, proxies = config.search.retention, config.search.proxy_tokens
-    if not options.prompts:
-        return 0
-    baselines = len(options.methods) + (
-        options.random_maps - 1 if "random" in options.methods else 0
-    )
-    asked = options.prompts * len(options.kinds) * sum(config.probes.contexts)
-    return (3 + baselines) * asked + baselines * 4 * max(proxies)
-
-
-def promoted_candidates(config: RunConfig, before: int | None = None) -> int:
-    """Candidates of a later rung: those that halving keeps of the rung before, or those on fronts.
-
-    A third of the trials are on the fronts of search and seeds, a fifth of the random ones.
-    """
-    search = config.search
-    if search.halving is not None:
-        first = search.trials * (2 if search.random_control else 1)
-        return max(1, math.ceil(search.halving.keep * (before or first)))
-    most = search.max_promoted or search.trials
-    control = min(search.trials // 5, most) if search.random_control else 0
-    return max(1, min(search.trials // 3, 2 * most) + control)
+    what = "\n".join(search_lines(config, rungs, done))
+    return what, total + _teacher(info)[1] + ray
 
 
 def _workers(config: RunConfig) -> int:

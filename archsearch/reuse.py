@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .changes import describe_changes, differences
-from .config import RunConfig
+from .config import RunConfig, ScoreMethod
 from .errors import ConfigError
 from .footprint import TRAIN
 from .inputs import scored_inputs
@@ -66,6 +66,12 @@ class Reuse:
     def whole(self) -> list[str]:
         """The stages that have nothing left to do."""
         return [take.stage for take in self.takes if not take.missing]
+
+    @property
+    def scored(self) -> list[ScoreMethod]:
+        """The methods whose scores are taken."""
+        files = {name for each in self.takes for name in each.files}
+        return [method for method in METHODS if score_file(method) in files]
 
     def lines(self) -> list[str]:
         """What is taken, and what is made here for which reason, a line each."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from .config import RunConfig, ScoreMethod
 from .console import StageProgress
@@ -46,6 +47,7 @@ from .training.loop import BatchSource
 SCHEMA = 1
 MISSING = "missing"
 ALIGNMENT_FILE = "alignment.json"
+CHECKPOINT_FILE = "align.checkpoint.safetensors"
 
 
 @dataclass
@@ -139,7 +141,7 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
     # The scores need them: a teacher that answers too few is found before the training, not after it.
     context.pairs(progress)
     progress.begin("alignment")
-    checkpoint = run_dir / "align.checkpoint.safetensors"
+    checkpoint = run_dir / CHECKPOINT_FILE
     if checkpoint.exists():
         progress.line("alignment goes on from its checkpoint")
     supernet = Supernet.migrated(teacher, config.supernet.gdn)
@@ -162,6 +164,22 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
         f"{config.supernet.tokens:,} tokens, median error of a twin {error:.3f}, "
         f"{bytes_text(target.stat().st_size)}"
     )
+
+
+def _batch_sequences(config: RunConfig) -> int:
+    """Sequences of a batch of the alignment."""
+    return max(1, config.supernet.batch_tokens // config.data.sequence_length)
+
+
+def aligned_share(run_dir: RunDir, config: RunConfig) -> float:
+    """How much of the alignment a checkpoint holds; 0 where there is none, or none that can be read."""
+    try:
+        with safe_open(run_dir / CHECKPOINT_FILE, framework="pt") as file:
+            step = int((file.metadata() or {})["step"])
+    except (SafetensorError, OSError, KeyError, ValueError):
+        return 0.0
+    tokens = step * _batch_sequences(config) * config.data.sequence_length
+    return min(1.0, tokens / config.supernet.tokens)
 
 
 def lost_supernet(run_dir: RunDir) -> str:
@@ -198,7 +216,7 @@ def _batches(context: RunContext) -> BatchSource:
     text = np.load(run_dir / TRAIN_FILE, mmap_mode="r")
     has_prompts = (run_dir / RETRIEVAL_FILE).exists()
     prompts = np.load(run_dir / RETRIEVAL_FILE, mmap_mode="r") if has_prompts else None
-    sequences = max(1, config.supernet.batch_tokens // config.data.sequence_length)
+    sequences = _batch_sequences(config)
     share = config.data.niah_share if has_prompts else 0.0
     seed = context.seed("batches")
     return lambda step: training_batches(

@@ -17,16 +17,16 @@ from .data.corpora import Packed
 from .errors import ConfigError
 from .evaluation.harness import check_harness_package
 from .export import check_directory, check_writable
-from .fidelity_plan import TRAINING_COST
 from .footprint import checkpoint_bytes, teacher_bytes
 from .headmap import HeadMap, ModelShape, Operator
 from .ignored import ignored_in_training
 from .inputs import check_teacher_files
 from .models.kernels import check_kernels
 from .models.teacher import TeacherInfo, inspect_teacher, pick_device
-from .plan import Speed, duration, evaluation_tokens, matmul_rate
+from .plan import Speed, duration, matmul_rate
 from .rundir import RunDir
 from .search.trial import RETRIEVAL_FILE, SUPERNET_FILE, TRAIN_FILE
+from .search_plan import TRAINING_COST, evaluation_tokens
 from .stages import check_supernet
 from .train_settings import (
     digest_of,

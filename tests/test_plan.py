@@ -18,13 +18,13 @@ from archsearch.plan import (
     STAGES,
     Plan,
     duration,
-    evaluation_tokens,
     make_plan,
     matmul_rate,
     train_tokens,
     training_rows,
 )
 from archsearch.search.driver import scored_methods
+from archsearch.search_plan import evaluation_tokens
 
 INFO = TeacherInfo(
     shape=ModelShape("qwen3", 28, 16, 8, 128),
@@ -85,7 +85,7 @@ def test_a_plan_says_what_it_cannot_price(run_config: Path) -> None:
         make_plan(load_config(run_config, options), INFO, rate_flops=RATE).lines()
         for options in ([], [harness])
     )
-    assert any(line.endswith("worker(s), lm-eval's arc_easy, sums not counted") for line in more)
+    assert any(line.endswith("worker(s); lm-eval's arc_easy, sums not counted") for line in more)
     assert not any("lm-eval" in line for line in plain)
 
 

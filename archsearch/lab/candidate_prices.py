@@ -9,8 +9,8 @@ import torch
 from ..config import RunConfig
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.retrieval import retrieval
-from ..plan import promoted_candidates
 from ..search.trial import EVALUATION_TOKENS, evaluation_probes
+from ..search_plan import promoted_candidates
 from ..training.teacher_logits import FORMS
 from .step_bench import Bench, done_by
 

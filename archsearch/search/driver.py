@@ -199,8 +199,9 @@ class _Search:
         name = study_name(config, config.search.lengths[rung], control=group.control)
         records = RungStudy(open_study(self._storage, name, config), self._storage, self._shape)
         if self._clock is None:
-            used = records.study.user_attrs.get(SECONDS, [])
-            self._clock = Clock(used, lambda seconds: records.remember(SECONDS, seconds))
+            self._clock = Clock(
+                records.seconds(), lambda seconds: records.remember(SECONDS, seconds)
+            )
         return records
 
     def _within_limits(

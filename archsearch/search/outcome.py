@@ -152,6 +152,35 @@ def read_outcome(config: RunConfig, run_dir: RunDir, shape: ModelShape) -> Searc
     return SearchOutcome(rungs)
 
 
+@dataclass(frozen=True)
+class RungDone:
+    """Candidates whose evaluation is over at a rung, the random control's included, and the tokens of all their tries."""
+
+    count: int
+    tokens: int
+
+
+def read_done(
+    config: RunConfig, run_dir: RunDir, shape: ModelShape
+) -> tuple[list[RungDone], float]:
+    """What each rung of a run's studies has done, up to the last one that was begun, and the seconds of all."""
+    storage = open_storage(config.search.storage or run_dir.storage)
+    rungs, seconds = list[RungDone](), 0.0
+    for tokens in config.search.lengths:
+        names = (study_name(config, tokens), study_name(config, tokens, control=True))
+        found = [s for name in names if (s := find_study(storage, name, shape)) is not None]
+        if not found:
+            break
+        over = [
+            any(t.state.is_finished() for t in tries)
+            for s in found
+            for tries in s.attempts().values()
+        ]
+        rungs.append(RungDone(sum(over), sum(study.tokens() for study in found)))
+        seconds += sum(sum(study.seconds()) for study in found)
+    return rungs, seconds
+
+
 def write_outcome(run_dir: RunDir, outcome: SearchOutcome) -> None:
     """Writes trials.json (every candidate of every rung), pareto.json and a file for each of its maps.
 

@@ -28,6 +28,7 @@ __all__ = [
     "Seed",
     "Selector",
     "Table",
+    "most_seeds",
     "needed_by_seeds",
     "num_full_heads",
     "ranks",
@@ -149,6 +150,15 @@ def _more_seeds(
     ]
     wanted = [(method, share) for share in config.fa_shares for method in others]
     return sorted(wanted, key=lambda pair: pair[0] != "program")
+
+
+def most_seeds(config: SeedConfig) -> int:
+    """Head maps of config.methods if no two were the same."""
+    shares = len(config.fa_shares)
+    return sum(
+        1 if method in UNIFORM else shares * (config.random_maps if method in DRAWN else 1)
+        for method in config.methods
+    )
 
 
 def needed_by_seeds(config: SeedConfig) -> set[ScoreMethod]:

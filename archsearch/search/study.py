@@ -219,6 +219,10 @@ class RungStudy:
         stored = self.study.user_attrs.get(STOPPED)
         return Stop(**stored) if stored else None
 
+    def seconds(self) -> list[float]:
+        """What the search has taken so far, by rung and group; only the first study of a search knows."""
+        return list(self.study.user_attrs.get(SECONDS, []))
+
     def tokens(self) -> int:
         """Distillation tokens of all trials."""
         return sum(trial.user_attrs.get("spent", {}).get("tokens", 0) for trial in self.trials())
