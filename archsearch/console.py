@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 PLAIN_SECONDS = 20.0
@@ -27,9 +28,11 @@ class StageProgress:
         self.seconds = 0.0
         self._console = console
         self._bar = bar
-        self._task = bar.add_task(name, total=None, rate="") if bar is not None else None
+        self._task = bar.add_task(name, total=None, rate="", ends=None) if bar is not None else None
         self._part = ""
         self._unit, self._each = "", 1
+        self._tells: Callable[[], str] | None = None
+        self._ends: float | None = None
         self._first: tuple[int, float] | None = None
         self._start = self._said = time.monotonic()
 
@@ -39,7 +42,8 @@ class StageProgress:
         if self._first is None:
             self._first = (done, now)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total, rate=self._rate(done, now))
+            notes = [note for note in (self._rate(done, now), self._told()) if note]
+            self._bar.update(self._task, completed=done, total=total, rate=", ".join(notes))
             return
         if now - self._said >= PLAIN_SECONDS:
             self._said = now
@@ -52,8 +56,17 @@ class StageProgress:
     def begin(self, part: str) -> None:
         """Says which part of the stage the next calls count, each part from zero."""
         self._part, self._first = f"{part} ", None
+        self._tells = self._ends = None
         if self._bar is not None and self._task is not None:
-            self._bar.reset(self._task, total=None, description=f"{self.name} {part}")
+            self._bar.reset(
+                self._task, total=None, description=f"{self.name} {part}", rate="", ends=None
+            )
+
+    def tell(self, said: Callable[[], str], ends: float | None = None) -> None:
+        """Has the part's lines say this too, asked for when one is shown, and the time left, no later than ends."""
+        self._tells, self._ends = said, ends
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, ends=ends)
 
     def count(self, unit: str, each: int = 1) -> None:
         """Has the next calls count steps of so many of these: lines say so, how many a second, and the time left."""
@@ -66,12 +79,20 @@ class StageProgress:
         passed = max(now - self._first[1], 1e-9)
         return f"{(done - self._first[0]) * self._each / passed:,.0f} {self._unit}/s"
 
+    def _told(self) -> str:
+        return self._tells() if self._tells is not None else ""
+
     def _pace(self, done: int, total: int, now: float) -> str:
-        rate = self._rate(done, now)
-        if not rate or self._first is None:
-            return ""
-        left = (now - self._first[1]) * (total - done) / (done - self._first[0])
-        return f", {rate}, {f'{left:.0f} s' if left < 90 else f'{left / 60:.1f} min'} left"
+        """What a plain line ends in: the rate, what is told, the time left."""
+        said = [note for note in (self._rate(done, now), self._told()) if note]
+        left = []
+        if self._ends is not None:
+            left.append(max(0.0, self._ends - now))
+        if (self._unit or self._tells) and self._first is not None and done > self._first[0]:
+            left.append((now - self._first[1]) * (total - done) / (done - self._first[0]))
+        if left:
+            said.append(f"{_time(min(left))} left")
+        return "".join(f", {part}" for part in said)
 
     def line(self, text: str) -> None:
         """Prints a line of its own, above the bar where there is one."""
@@ -132,13 +153,31 @@ def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+class _TimeLeft(ProgressColumn):
+    """The time that the steps left will take, or what a limit leaves (field `ends`) if that is less."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """H:MM:SS, dashes while nothing is known."""
+        ends = task.fields["ends"]
+        known = [task.time_remaining, None if ends is None else max(0.0, ends - time.monotonic())]
+        seconds = min((value for value in known if value is not None), default=None)
+        text = "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
+        return Text(text, style="progress.remaining")
+
+
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=32),
         TextColumn("{task.percentage:>3.0f}%"),
         TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+        _TimeLeft(),
         console=console,
         transient=True,
     )

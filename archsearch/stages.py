@@ -356,7 +356,8 @@ def _search(context: RunContext, progress: StageProgress) -> str:
     context.release()
     tables = read_scores(run_dir, scored_methods(config))
     shape = inspect_teacher(config.teacher).shape
-    context.outcome = run_search(config, run_dir, shape, tables, progress, say=progress.line)
+    say = progress.line
+    context.outcome = run_search(config, run_dir, shape, tables, progress, say=say, watch=progress)
     shutil.rmtree(run_dir / TEACHER_LOGITS, ignore_errors=True)
     return context.outcome.summary
 

@@ -104,6 +104,50 @@ def test_progress_names_the_part_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[:2] == ["scores: causal 12 of 40 (30%)", "scores: restoration 1 of 2 (50%)"]
 
 
+def test_a_search_says_what_it_has_come_to_and_the_time_left_within_its_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[-1])
+    out, text = printer()
+    asked: list[float] = []
+
+    def said() -> str:
+        asked.append(clock[-1])
+        return "hypervolume 0.5"
+
+    with out.stage("search") as progress:
+        progress.begin("proxy 1 of 2, untrained:")
+        progress.tell(said, ends=400.0)
+        # 40 come from an earlier call.
+        for done, second in ((40, 101.0), (41, 121.0), (45, 122.0), (60, 301.0)):
+            clock.append(second)
+            progress(done, 100)
+        progress.begin("final stage:")
+        for done, second in ((0, 500.0), (1, 530.0)):
+            clock.append(second)
+            progress(done, 2)
+    assert [row for row in text.getvalue().splitlines() if " of " in row] == [
+        "  search: proxy 1 of 2, untrained: 41 of 100 (41%), hypervolume 0.5, 4.7 min left",
+        "  search: proxy 1 of 2, untrained: 60 of 100 (60%), hypervolume 0.5, 1.6 min left",
+        "  search: final stage: 0 of 2 (0%)",
+        "  search: final stage: 1 of 2 (50%)",
+    ]
+    assert asked == [121.0, 301.0]
+
+
+def test_a_bar_shows_it_too() -> None:
+    text = io.StringIO()
+    out = Printer(Console(file=text, width=200, force_terminal=True))
+    with out.stage("search") as progress:
+        progress.begin("proxy 1 of 1, untrained:")
+        progress.tell(lambda: "kl 0.25 at best", ends=console.time.monotonic() + 3725.5)
+        progress(1, 2)
+    assert "search proxy 1 of 1, untrained:" in text.getvalue()
+    assert "kl 0.25 at best" in text.getvalue()
+    assert "1:02:05" in text.getvalue()
+
+
 def test_what_is_waited_for_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     out, text = printer()
     with out.waiting() as waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import get_args
@@ -11,7 +12,7 @@ from ..config import RunConfig, ScoreMethod, SearchConfig
 from ..execution.base import Executor
 from ..execution.choice import open_executor
 from ..headmap import ModelShape
-from ..progress import Progress, ignore_progress
+from ..progress import Progress, Unwatched, Watch, ignore_progress
 from ..rundir import RunDir
 from .entrants import Group, random_maps, repeats, within_bounds
 from .front import CONTROL
@@ -32,6 +33,7 @@ from .stopping import (
     ended_by_patience,
     first_of,
     patience_limit,
+    standing,
     time_limit,
 )
 from .study import (
@@ -57,6 +59,7 @@ def run_search(
     progress: Progress = ignore_progress,
     *,
     say: Say = _log.info,
+    watch: Watch | None = None,
     make_executor: Callable[[], Executor] | None = None,
 ) -> SearchOutcome:
     """Evaluates the candidates of every rung and writes pareto.json, trials.json and the front's maps.
@@ -66,12 +69,14 @@ def run_search(
     """
     quiet_optuna()
     check_constraints(config.search.constraints, shape, config.cost)
-    search = _Search(config, run_dir, shape, scores, progress, say)
+    search = _Search(config, run_dir, shape, scores, progress, say, watch or Unwatched())
     executor = make_executor() if make_executor else _real_executor(config, run_dir)
     try:
         outcome = search.run(executor)
         write_outcome(run_dir, outcome)
         if config.search.retention.prompts:
+            if watch is not None:
+                watch.begin("retention:")
             measure_retention(config, run_dir, shape, scores, outcome, executor, say)
     finally:
         executor.shutdown()
@@ -113,6 +118,7 @@ class _Search:
         scores: Mapping[str, ScoreTables],
         progress: Progress,
         say: Say,
+        watch: Watch,
     ) -> None:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
@@ -120,10 +126,12 @@ class _Search:
         self._storage = open_storage(search.storage or run_dir.storage)
         self._proposals: Proposals = make_proposals(config, shape, scores, name)
         self._seeds = within_bounds(config, self._first_seeds(name, scores), say)
-        if len(self._seeds) > search.trials:
-            left_out = len(self._seeds) - search.trials
-            say(f"search.trials {search.trials} leaves no room for the last {left_out} seeds")
-        self._progress, self._done, self._total = progress, 0, 0
+        if (more := len(self._seeds) - search.trials) >= 0:
+            out = f"; the last {more} seeds are left out" if more else ""
+            say(
+                f"search.trials {search.trials}: all are seeds, {search.sampler} proposes none{out}"
+            )
+        self._progress, self._watch = progress, watch
         self._clock: Clock | None = None
         self._spent = 0
 
@@ -227,7 +235,8 @@ class _Search:
         config, first = self._config, rung == 0 and not group.control
         if group.promotion is not None:
             records.mark_pruned(group.promotion.pruned, group.tokens_before)
-        self._total += len(group.jobs)
+        self._watch.begin(self._part(rung, group))
+        limit, ends = self._limit(rung, group)
         runner = Rung(
             config,
             self._run_dir,
@@ -236,31 +245,44 @@ class _Search:
             rung=rung,
             jobs=group.jobs,
             proposals=self._proposals if first else None,
-            limit=self._limit(rung, group),
-            finished=self._advance,
+            limit=limit,
+            finished=lambda over: self._advance(over, len(group.jobs)),
             say=self._say,
         )
+        self._watch.tell(lambda: standing(config.search, runner.history), ends)
         runner.run()
         if runner.reason is not None:
             group = self._leave_out(records, group, runner.left, runner.reason)
         records.remember(STOPPED, None if group.stop is None else asdict(group.stop))
 
-    def _limit(self, rung: int, group: Group) -> Limit:
+    def _part(self, rung: int, group: Group) -> str:
+        """What the head maps of a group are, for lines of progress."""
+        search = self._config.search
+        number = f"proxy {rung + 1} of {len(search.proxy_tokens)}"
+        name = "final stage" if search.is_final(rung) else number
+        tokens = search.lengths[rung]
+        length = f"{tokens:,} tokens" if tokens else "untrained"
+        return f"{name}, {length}{', random control' if group.control else ''}:"
+
+    def _limit(self, rung: int, group: Group) -> tuple[Limit, float | None]:
+        """What ends a group, and when that is if it is time, by time.monotonic."""
         search = self._config.search
         groups = 2 if search.random_control else 1
         part = rung * groups + group.control
         assert self._clock is not None
         self._clock.begin(part)
-        limit = time_limit(search, self._clock, (part + 1) / (len(search.lengths) * groups))
+        share = (part + 1) / (len(search.lengths) * groups)
+        limit, ends = time_limit(search, self._clock, share), None
+        if search.max_minutes is not None:
+            ends = time.monotonic() + 60 * search.max_minutes * share - self._clock.seconds()
         if rung or group.control:
-            return limit
-        return first_of(limit, patience_limit(search, len(self._seeds)))
+            return limit, ends
+        return first_of(limit, patience_limit(search, len(self._seeds))), ends
 
     def _leave_out(
         self, records: RungStudy, group: Group, left: Sequence[Job], reason: str
     ) -> Group:
         """Marks those that a limit kept from being begun."""
-        self._total -= len(left)
         numbers = {job.candidate for job in left}
         if group.promotion is not None:
             cut = [Pruned(c, reason) for c in group.promotion.chosen if c.candidate in numbers]
@@ -268,8 +290,7 @@ class _Search:
         wanted = group.stop.wanted if group.stop is not None else len(group.jobs)
         return replace(group, stop=Stop(reason, len(group.jobs) - len(left), wanted))
 
-    def _advance(self) -> None:
-        self._done += 1
+    def _advance(self, over: int, total: int) -> None:
         if self._clock is not None:
             self._clock.save()
-        self._progress(self._done, self._total)
+        self._progress(over, total)

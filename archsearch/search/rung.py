@@ -80,7 +80,7 @@ class Rung:
         jobs: Sequence[Job],
         proposals: Proposals | None = None,
         limit: Limit = never,
-        finished: Callable[[], None] = lambda: None,
+        finished: Callable[[int], None] = lambda over: None,
         say: Say = _log.info,
     ) -> None:
         self._config, self._run_dir, self._records = config, run_dir, records
@@ -96,7 +96,8 @@ class Rung:
         self._todo: deque[Job] = deque()
         self._retries: deque[Job] = deque()
         self._open: dict[int, tuple[OpenTrial, Job]] = {}
-        self._history: list[Evaluated] = []
+        self.history: list[Evaluated] = []
+        """The candidates that are over."""
         self._busy = {job.candidate: job.head_map for job in jobs if job.head_map}
         self._known = {head_map.layers for head_map in self._busy.values()}
 
@@ -105,7 +106,10 @@ class Rung:
         self._adopt()
         try:
             while self._fill():
+                over = len(self.history)
                 self._finish(self._executor.next_done())
+                if len(self.history) > over:
+                    self._finished(len(self.history))
         except BaseException:
             self._records.close_open_trials(INTERRUPTED)
             raise
@@ -130,12 +134,13 @@ class Rung:
                 self._over(self._records.evaluated(tries))
             else:
                 self._retries.append(self._again(job, tries))
+        if self.history:
+            self._finished(len(self.history))
 
     def _over(self, evaluated: Evaluated) -> None:
         """A candidate has its result, or will never have one."""
         self._busy.pop(evaluated.candidate)
-        self._history.append(evaluated)
-        self._finished()
+        self.history.append(evaluated)
 
     def _may_retry(self, tries: Sequence[FrozenTrial]) -> bool:
         """Whether the failed tries of a candidate leave it another one."""
@@ -175,7 +180,7 @@ class Rung:
             if self._retries[0].alone and busy:
                 return None
             return self._retries.popleft()
-        if self._todo and (reason := self._limit(self._history)):
+        if self._todo and (reason := self._limit(self.history)):
             self.reason, self.left = reason, list(self._todo)
             self._todo.clear()
         return self._todo.popleft() if self._todo else None
@@ -190,7 +195,7 @@ class Rung:
         proposals = self._proposals
         if job.head_map is None:
             assert proposals is not None
-            chosen = proposals.propose(job.candidate, self._history, list(self._busy.values()))
+            chosen = proposals.propose(job.candidate, self.history, list(self._busy.values()))
             bounds = (self._config.search.constraints, self._config.cost)
             assert broken_bound(chosen.head_map, *bounds) is None, "proposed outside the bounds"
             assert chosen.head_map.layers not in self._known, "proposed a second time"

@@ -139,6 +139,21 @@ def hypervolume_gain(config: SearchConfig, history: Sequence[Evaluated], last: i
     return whole - (dominated_share(losses[before]) if before.any() else 0.0)
 
 
+def standing(config: SearchConfig, history: Sequence[Evaluated]) -> str:
+    """What the feasible candidates of history have come to: their hypervolume, or with one objective its best value."""
+    done = [e for e in history if e.values is not None]
+    kept = np.array([all(value <= 0 for value in e.violations) for e in done], dtype=bool)
+    if not kept.any():
+        return "nothing feasible yet"
+    values = np.array([e.values for e in done], dtype=np.float64)
+    if len(config.objectives) == 1:
+        (objective,), own = config.objectives, values[kept, 0]
+        best = own.min() if objective.direction == "minimize" else own.max()
+        return f"{objective.metric} {best:.4g} at best"
+    losses = scaled_losses(config.objectives, values.tolist())
+    return f"hypervolume {dominated_share(losses[kept]):.4f}"
+
+
 def first_of(*limits: Limit) -> Limit:
     """Ends when one of them does."""
     return lambda history: next((reason for end in limits if (reason := end(history))), None)

@@ -391,7 +391,8 @@ def test_a_proposal_that_is_known_or_too_costly_is_no_trial(
 def test_more_trials_than_seeds_leave_room_for_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     outcome = fake_search(fake_config(trials=3), tmp_path, said=said)
-    assert said == ["search.trials 3 leaves no room for the last 1 seeds"]
+    seeds = "search.trials 3: all are seeds, tpe proposes none; the last 1 seeds are left out"
+    assert said == [seeds]
     assert len(outcome.rungs[0].search) == 3
 
 

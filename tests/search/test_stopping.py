@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from archsearch.execution.serial import SerialExecutor
 from archsearch.headmap import HeadMap
 from archsearch.report.summary import read_summary
 from archsearch.report.tables import hypervolume_table
 from archsearch.rundir import RunDir
 from archsearch.search import stopping
+from archsearch.search.driver import run_search
 from archsearch.search.front import CONTROL, Candidate, Scale, pareto_front
 from archsearch.search.proposals.base import Evaluated
 from archsearch.search.stopping import (
@@ -24,6 +26,7 @@ from archsearch.search.stopping import (
     hypervolume_gain,
     limits_of,
     patience_limit,
+    standing,
 )
 from tests.search.fakes import (
     CAUSAL,
@@ -327,3 +330,55 @@ def test_more_trials_and_more_scores_leave_the_seeds_as_they_are(
     # As search.retention may have asked for them.
     monkeypatch.setitem(SCORES, "attribution", score_tables([row[::-1] for row in CAUSAL], 2))
     assert sources(30) == first + ["search"] * 18
+
+
+def test_what_a_search_shows_of_itself_is_what_it_ends_with(tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    class Seen:
+        def begin(self, part: str) -> None:
+            shown.append(part)
+
+        def tell(self, said: Any, ends: float | None = None) -> None:
+            self.said, self.ends = said, ends
+
+        def __call__(self, done: int, total: int) -> None:
+            assert self.ends is not None
+            left = round((self.ends - stopping.time.monotonic()) / 60)
+            shown.append(f"{done} of {total}, {self.said()}, {left} min left")
+
+    config = fake_config(proxy_tokens=[0, 100], final={"tokens": 300}, max_minutes=9.0)
+    folder, seen = tmp_path / "a", Seen()
+    with RunDir(folder) as run_dir:
+        log = {"log": str(folder / "calls.jsonl")}
+        outcome = run_search(
+            config,
+            run_dir,
+            SHAPE,
+            SCORES,
+            seen,
+            watch=seen,
+            make_executor=lambda: SerialExecutor(FakeWorker, log),
+        )
+    parts = [text for text in shown if text.endswith(":")]
+    assert parts == [
+        "proxy 1 of 2, untrained:",
+        "proxy 2 of 2, 100 tokens:",
+        "final stage, 300 tokens:",
+    ]
+    for number, rung in enumerate(outcome.rungs):
+        volume = rung.fronts.hypervolumes()["front"]
+        count = len(rung.search)
+        said = f"{count} of {count}, hypervolume {volume:.4f}, {3 * (number + 1)} min left"
+        assert said in shown
+
+
+def test_with_one_objective_the_best_feasible_value_is_shown() -> None:
+    lower = fake_config(objectives=[{"metric": "kl", "direction": "minimize"}]).search
+    higher = fake_config(objectives=[{"metric": "fa_share", "direction": "maximize"}]).search
+    history = [
+        evaluated(n, kl, 0.0, out) for n, kl, out in ((0, 1.0, 1.0), (1, 2.0, 0.0), (2, 3.0, -1))
+    ]
+    assert standing(lower, history) == "kl 2 at best"
+    assert standing(higher, history) == "fa_share 3 at best"
+    assert standing(higher, history[:1]) == "nothing feasible yet"
