@@ -127,6 +127,13 @@ class Operator:
         self._chosen.clear()
         self._logged.clear()
 
+    def holds(self, name: str, asked_by: str) -> bool:
+        """Whether force with the same arguments would change nothing."""
+        wanted = (name, asked_by)
+        if name == AUTO:
+            wanted = wish_of_environment(self.variable, self.allowed)
+        return (self.wish, self._asked_by) == wanted
+
     def backend(self, name: str) -> Backend:
         """The backend of that name."""
         return next(backend for backend in self.backends if backend.name == name)

@@ -27,10 +27,12 @@ TRAINING_DTYPE = {"cpu": None, "cuda": torch.bfloat16}
 """What heads compute in while they are trained (training.loop.mixed_precision); None is the teacher's own."""
 
 
-def use_kernels(config: KernelsConfig) -> None:
-    """Makes the section hold in this process."""
-    for name in OPERATORS:
-        set_backend(name, getattr(config, name), f"kernels.{name}")
+def use_kernels(config: KernelsConfig, *, once: bool = False) -> None:
+    """Makes the section hold in this process. once: choices that were said are not said again where it holds already."""
+    for name, operator in OPERATORS.items():
+        wish = getattr(config, name), f"kernels.{name}"
+        if not (once and operator.holds(*wish)):
+            set_backend(name, *wish)
 
 
 def check_environment() -> None:

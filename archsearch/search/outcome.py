@@ -42,6 +42,29 @@ class RungOutcome:
     control_stop: Stop | None = None
     """The same of the random control, which may have no more candidates than the search had."""
 
+    @property
+    def length(self) -> str:
+        """How long its candidates were trained, in words."""
+        tokens = f"{self.proxy_tokens:,} tokens" if self.proxy_tokens else "untrained"
+        return tokens if self.confidence is None else f"the final {tokens}"
+
+    @property
+    def end(self) -> str:
+        """How many candidates were begun and what ended that, and how many failed."""
+        control = [failure for failure in self.failures if failure.method == CONTROL]
+        begun = len(self.search) + len(self.failures) - len(control)
+        said = f"{self.length}: all {begun} head maps" if begun else f"{self.length}: none"
+        if self.stop:
+            said = f"{self.length}: {self.stop.begun} of {self.stop.wanted} head maps, then {self.stop.reason}"
+        if len(self.failures) > len(control):
+            said += f", {len(self.failures) - len(control)} failed"
+        if control:
+            said += f", {len(control)} failed of the random control"
+        if self.control_stop and self.control_stop != self.stop:
+            stop = self.control_stop
+            said += f"; random control: {stop.begun} of {stop.wanted}, then {stop.reason}"
+        return said
+
     def to_json(self) -> dict[str, Any]:
         """The rung as an entry of trials.json."""
         fronts = self.fronts
@@ -99,8 +122,10 @@ class SearchOutcome:
 
     @property
     def lines(self) -> list[str]:
-        """The front's size, the hypervolumes and what ended the search early, as a run prints them."""
-        return [*self.fronts.lines(), *self.stops()]
+        """The front's size, the hypervolumes and what ended the search at each length, as a run prints them."""
+        missed = [rung.length for rung in self.rungs[self.rungs.index(self.last) + 1 :]]
+        front = [f"no result at {', '.join(missed)}: the front is from before ({self.last.length})"]
+        return [*self.fronts.lines(), *(rung.end for rung in self.rungs), *front * bool(missed)]
 
     def stops(self) -> list[str]:
         """What ended rungs before all of their candidates were begun; of the random control only what did not end the search."""

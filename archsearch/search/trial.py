@@ -87,7 +87,8 @@ class TrialWorker:
         self.config = _read_config(payload["config"])
         self.run_dir = Path(payload["run_dir"])
         self._train_dir = Path(payload.get("train_dir", self.run_dir))
-        use_kernels(self.config.kernels)
+        # With the serial executor this process has said who computes what.
+        use_kernels(self.config.kernels, once=True)
         self.teacher = load_teacher(self.config.teacher)
         self.supernet = Supernet.load(self.run_dir / SUPERNET_FILE, self.teacher)
         self._tokens = EVALUATION_TOKENS[self.teacher.device.type]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from archsearch.attention.backends import Situation
+from archsearch.attention import backends
+from archsearch.attention.backends import INFERENCE, Situation
 from archsearch.attention.dispatch import OPERATORS, attend, set_backend
 from archsearch.config import KernelsConfig
 from archsearch.errors import ConfigError, EnvironmentFault, FieldFault
@@ -121,3 +123,17 @@ def test_a_variable_that_asks_for_nobody_is_an_error_of_a_command(
         ConfigError, match="HYDRAHEAD_GND_BACKEND: no such variable; allowed: HYDRA"
     ):
         check_environment()
+
+
+def test_what_holds_already_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    operator, situation = OPERATORS["full"], Situation(CPU, torch.float32, 32, INFERENCE)
+    with caplog.at_level(logging.INFO, backends.__name__):
+        use_kernels(KernelsConfig(full="sdpa"))
+        operator.choose(situation)
+        for config, said in ((KernelsConfig(full="sdpa"), 1), (KernelsConfig(), 2)):
+            use_kernels(config, once=True)
+            operator.choose(situation)
+            assert len(caplog.records) == said
+        use_kernels(KernelsConfig())
+        operator.choose(situation)
+    assert len(caplog.records) == 3

@@ -93,7 +93,10 @@ def test_patience_ends_a_search_the_same_way_in_every_call(tmp_path: Path) -> No
     assert 8 <= len(rung.search) < 60
     assert len(rung.control) == len(rung.search)
     line = f"search stopped at 0 tokens by search.patience 4, no gain in hypervolume above 0: {len(rung.search)} of 60 candidates"
-    assert outcome.lines[-1] == line
+    assert outcome.stops() == [line]
+    assert outcome.lines[-1] == (
+        f"untrained: {len(rung.search)} of 60 head maps, then search.patience 4, no gain in hypervolume above 0"
+    )
     written = json.loads((tmp_path / "trials.json").read_text())["rungs"][0]
     assert written["stopped"] == line.removeprefix("search stopped at 0 tokens by ")
     # The control has as many, which is no end of its own.
@@ -209,7 +212,10 @@ def test_a_control_that_ends_for_itself_is_named_beside_the_search(
     assert (len(rung.search), rung.stop) == (20, None)
     assert len(rung.control) == 3
     stop = "search.max_minutes 3: 3 of 20 candidates"
-    assert outcome.lines[-1] == f"random control stopped at 0 tokens by {stop}"
+    assert outcome.stops() == [f"random control stopped at 0 tokens by {stop}"]
+    assert outcome.lines[-1] == (
+        "untrained: all 20 head maps; random control: 3 of 20, then search.max_minutes 3"
+    )
     written = json.loads((tmp_path / "trials.json").read_text())["rungs"][0]
     assert (written["stopped"], written["control_stopped"]) == (None, stop)
     (tmp_path / "teacher.json").write_text(json.dumps({"model": asdict(SHAPE)}))
@@ -251,9 +257,11 @@ def test_where_nobody_may_go_on_the_last_front_that_is_there_stays(tmp_path: Pat
     assert outcome.fronts.points
     pareto = json.loads((tmp_path / "pareto.json").read_text())
     assert (pareto["proxy_tokens"], len(pareto["points"])) == (0, len(outcome.fronts.points))
-    assert outcome.lines[-1].startswith(
-        "search stopped at 100 tokens by search.max_tokens 10: 0 of "
-    )
+    *_, first, second, front = outcome.lines
+    assert first == "untrained: all 12 head maps"
+    assert second.startswith("100 tokens: 0 of ")
+    assert second.endswith(" head maps, then search.max_tokens 10")
+    assert front == "no result at 100 tokens: the front is from before (untrained)"
 
 
 LOOSER = {
@@ -382,3 +390,23 @@ def test_with_one_objective_the_best_feasible_value_is_shown() -> None:
     assert standing(lower, history) == "kl 2 at best"
     assert standing(higher, history) == "fa_share 3 at best"
     assert standing(higher, history[:1]) == "nothing feasible yet"
+
+
+def test_what_failed_at_a_later_proxy_is_in_the_last_lines(tmp_path: Path) -> None:
+    options = {"proxy_tokens": [0, 100], "final": {"tokens": 300}, "max_retries": 0}
+
+    class Failing(FakeWorker):
+        def __call__(self, spec: Any) -> Any:
+            if spec.proxy_tokens:
+                raise ValueError("broken")
+            return super().__call__(spec)
+
+    outcome = fake_search(fake_config(**options), tmp_path, worker=Failing)
+    count = len(outcome.rungs[1].failures)
+    assert count > 1
+    assert outcome.lines[2:] == [
+        "untrained: all 8 head maps",
+        f"100 tokens: all {count} head maps, {count} failed",
+        "the final 300 tokens: none",
+        "no result at 100 tokens, the final 300 tokens: the front is from before (untrained)",
+    ]
