@@ -223,7 +223,7 @@ class SeedConfig(Section):
     """Random maps at each share, of random and of random_groups."""
     every_selector: bool = True
     """After methods also every other selector whose scores the run has, program at all shares first, then share by share,
-    as long as half of the trials are left to the sampler."""
+    while there are fewer seeds than half of the trials."""
 
 
 class RetentionConfig(Section):
