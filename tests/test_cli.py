@@ -26,7 +26,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run_config: Path, tmp_path: 
     assert status == 0, output
     for stage in ("teacher", "data", "supernet", "scores", "search", "report"):
         assert stage in output
-    assert "10 trials" in output
+    assert "10 head maps, up to 5 of them seeds, the others ranked by tpe" in output
     assert not (tmp_path / "run").exists()
 
 

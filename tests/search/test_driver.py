@@ -253,8 +253,8 @@ def test_later_rungs_take_the_fronts_of_the_one_before(tmp_path: Path) -> None:
             c.candidate for c in found if c.candidate not in on
         ]
         assert {row.reason for row in rows} <= {"on no front after 0 tokens"}
-    total = 8 + 8 + len(promoted) + len(control)
-    assert steps[-1] == (total, total)
+    groups = (first.search, first.control, promoted, control)
+    assert steps == [(over + 1, len(group)) for group in groups for over in range(len(group))]
     assert {c["proxy_tokens"] for c in read_log(tmp_path / "calls.jsonl")} == {0, 100}
     read = read_outcome(config, RunDir(tmp_path), SHAPE)
     assert [rung.to_json() for rung in read.rungs] == [rung.to_json() for rung in outcome.rungs]
