@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 PLAIN_SECONDS = 20.0
@@ -177,7 +178,8 @@ def _bar(console: Console) -> Progress:
         BarColumn(bar_width=32),
         TextColumn("{task.percentage:>3.0f}%"),
         TextColumn("{task.fields[rate]}"),
-        _TimeLeft(),
+        # On a narrow terminal the bar gives way, not the time.
+        _TimeLeft(table_column=Column(min_width=7, no_wrap=True)),
         console=console,
         transient=True,
     )

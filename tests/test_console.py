@@ -136,9 +136,10 @@ def test_a_search_says_what_it_has_come_to_and_the_time_left_within_its_limits(
     assert asked == [121.0, 301.0]
 
 
-def test_a_bar_shows_it_too() -> None:
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_bar_shows_it_too(width: int) -> None:
     text = io.StringIO()
-    out = Printer(Console(file=text, width=200, force_terminal=True))
+    out = Printer(Console(file=text, width=width, force_terminal=True))
     with out.stage("search") as progress:
         progress.begin("proxy 1 of 1, untrained:")
         progress.tell(lambda: "kl 0.25 at best", ends=console.time.monotonic() + 3725.5)

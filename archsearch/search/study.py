@@ -221,7 +221,9 @@ class RungStudy:
 
     def seconds(self) -> list[float]:
         """What the search has taken so far, by rung and group; only the first study of a search knows."""
-        return list(self.study.user_attrs.get(SECONDS, []))
+        found = self.study.user_attrs.get(SECONDS, [])
+        # Earlier versions kept the sum alone.
+        return list(found) if isinstance(found, list) else [float(found)]
 
     def tokens(self) -> int:
         """Distillation tokens of all trials."""

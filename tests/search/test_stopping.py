@@ -22,21 +22,17 @@ from archsearch.search.front import CONTROL, Candidate, Scale, pareto_front
 from archsearch.search.proposals.base import Evaluated
 from archsearch.search.stopping import (
     candidate_tokens,
-    changed_limits,
     hypervolume_gain,
-    limits_of,
     patience_limit,
     standing,
 )
 from tests.search.fakes import (
-    CAUSAL,
     SCORES,
     SHAPE,
     FakeWorker,
     fake_config,
     fake_search,
     read_log,
-    score_tables,
 )
 
 TOKENS = {"proxy_tokens": [0, 100, 300], "halving": {"keep": 0.5, "floor": 1, "bands": 2}}
@@ -262,82 +258,6 @@ def test_where_nobody_may_go_on_the_last_front_that_is_there_stays(tmp_path: Pat
     assert second.startswith("100 tokens: 0 of ")
     assert second.endswith(" head maps, then search.max_tokens 10")
     assert front == "no result at 100 tokens: the front is from before (untrained)"
-
-
-LOOSER = {
-    "trials": ({"trials": 12}, 20),
-    "patience": ({"trials": 60, "patience": 3}, 9),
-    "min_gain": ({"trials": 30, "patience": 3, "min_gain": 0.9}, 0.0),
-    "max_tokens": ({"trials": 20, "max_tokens": 3000, "proxy_tokens": [100, 300]}, 9000),
-    "max_minutes": ({"trials": 20, "max_minutes": 1.0}, 9.0),
-}
-
-
-@pytest.mark.parametrize("limit", LOOSER)
-def test_a_search_goes_on_with_a_higher_limit_also_after_its_final_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-
-    class Slow(FakeWorker):
-        def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 6
-            return super().__call__(spec)
-
-    options, higher = LOOSER[limit]
-    options = {"final": {"tokens": 900, "max_points": 4}, **options}
-    first = fake_search(fake_config(**options), tmp_path, worker=Slow)
-    assert first.last.proxy_tokens == 900
-    said: list[str] = []
-    config = fake_config(**{**options, limit: higher})
-    more = fake_search(config, tmp_path, said=said, worker=Slow)
-    assert changed_limits(limits_of(fake_config(**options).search), config.search) == ([limit], [])
-    for before, after in zip(first.rungs, more.rungs, strict=True):
-        assert {c.candidate for c in before.search} <= {c.candidate for c in after.search}
-    assert len(more.rungs[0].search) > len(first.rungs[0].search)
-    calls = read_log(tmp_path / "calls.jsonl")
-    counts = Counter((call["candidate"], call["proxy_tokens"]) for call in calls)
-    assert set(counts.values()) == {1}
-    maps = Counter(json.dumps(call["head_map"]) for call in calls if call["rung"] == 0)
-    assert set(maps.values()) == {1}
-    pareto = json.loads((tmp_path / "pareto.json").read_text())
-    points = {point["candidate"] for point in pareto["points"]}
-    assert points == {c.candidate for c in more.last.fronts.points}
-    assert {int(path.stem) for path in (tmp_path / "front").iterdir()} == points
-
-
-def test_a_lower_limit_takes_nothing_back(tmp_path: Path) -> None:
-    options = {"trials": 12, "proxy_tokens": [100, 300]}
-    first = fake_search(fake_config(**options), tmp_path)
-    for limit in ({"trials": 5}, {"max_tokens": 600}, {"patience": 1, "min_gain": 0.9}):
-        said: list[str] = []
-        less = fake_search(fake_config(**{**options, **limit}), tmp_path, said=said)
-        assert [len(r.search) for r in less.rungs] == [len(r.search) for r in first.rungs]
-        assert less.fronts.points == first.fronts.points
-        assert less.stops() == []
-        expected = ["search.trials 5: 12 are begun already, and stay"] if "trials" in limit else []
-        assert [line for line in said if "begun" in line] == expected
-    more = {**options, "trials": 20, "max_tokens": 600}
-    assert fake_search(fake_config(**more), tmp_path).stops()[0] == (
-        "search stopped at 100 tokens by search.max_tokens 600: 12 of 20 candidates"
-    )
-
-
-def test_more_trials_and_more_scores_leave_the_seeds_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sources(trials: int) -> list[str]:
-        outcome = fake_search(fake_config(trials=trials), tmp_path)
-        assert len({c.head_map for c in outcome.rungs[0].search}) == trials
-        return [c.source for c in outcome.rungs[0].search]
-
-    first = sources(12)
-    assert 4 < first.index("search") <= 6
-    # As search.retention may have asked for them.
-    monkeypatch.setitem(SCORES, "attribution", score_tables([row[::-1] for row in CAUSAL], 2))
-    assert sources(30) == first + ["search"] * 18
 
 
 def test_what_a_search_shows_of_itself_is_what_it_ends_with(tmp_path: Path) -> None:

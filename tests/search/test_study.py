@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from archsearch.errors import ConfigError
-from archsearch.search.study import open_storage, open_study
-from tests.search.fakes import fake_config
+from archsearch.search.study import RungStudy, open_storage, open_study
+from tests.search.fakes import SHAPE, fake_config
 
 
 def stored(tmp_path: Path, change: dict[str, Any] | None, *drop: tuple[str, str]) -> str:
@@ -46,3 +46,12 @@ def test_a_config_that_is_none_of_todays_is_compared_as_it_is(tmp_path: Path) ->
     url = stored(tmp_path, {"seed": "seven"})
     with pytest.raises(ConfigError, match=r"another config \(seed: 'seven' -> 0\)"):
         open_study(open_storage(url), "one", fake_config())
+
+
+def test_seconds_that_were_kept_as_a_sum_are_the_first_proxys(tmp_path: Path) -> None:
+    storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
+    records = RungStudy(open_study(storage, "one", fake_config()), storage, SHAPE)
+    assert records.seconds() == []
+    for kept, read in ((12.5, [12.5]), ([1.0, 2.0], [1.0, 2.0])):
+        records.remember("seconds", kept)
+        assert records.seconds() == read
