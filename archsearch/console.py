@@ -133,7 +133,8 @@ class Printer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageProgress]:
-        """Runs a stage; its closing line holds name, summary and seconds, also where it stops early."""
+        """Runs a stage; its closing line holds name, summary and seconds, also where it stops early. Further lines of the
+        summary follow."""
         bar = _bar(self.console) if self.console.is_terminal else None
         if bar is not None:
             bar.start()
@@ -146,8 +147,10 @@ class Printer:
             progress.close()
             if bar is not None:
                 bar.stop()
-            summary = progress.summary if finished else "stopped"
+            summary, *more = (progress.summary if finished else "stopped").splitlines() or [""]
             self.line(f"{name:<9} {summary:<64} {progress.seconds:7.1f} s")
+            for text in more:
+                self.line(f"{'':<9} {text}")
 
 
 def _print(console: Console, text: str) -> None:

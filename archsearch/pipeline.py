@@ -175,7 +175,8 @@ def _run(context: RunContext, memory: MemoryWatch, names: Sequence[str], printer
                 progress.close()
                 record_stage(run_dir, name, progress.seconds, memory.take_peak(), "stopped")
                 raise
-        row = record_stage(run_dir, name, progress.seconds, memory.take_peak(), summary)
+        said = "; ".join(summary.splitlines())
+        row = record_stage(run_dir, name, progress.seconds, memory.take_peak(), said)
         run_dir.mark_done(**row, **_results(context, name))
 
 

@@ -13,9 +13,10 @@ from .headmap import ModelShape
 from .metrics import GeneralKind
 from .models.sources import resolve_path
 from .rundir import RunDir
+from .search.driver import scored_methods
 from .search.final import final_config
 from .search.outcome import RungDone, read_done
-from .search.seeds import most_seeds
+from .search.seeds import most_seeds_of_search
 from .search.stopping import affordable_candidates, candidate_tokens
 
 GENERAL_TOKENS = 100
@@ -114,7 +115,7 @@ def search_lines(config: RunConfig, rungs: Sequence[PlannedRung], done: SearchDo
     """Who proposes head maps and how many, where they are measured, and what ends it."""
     search = config.search
     control = ", and as many random ones" if search.random_control else ""
-    seeds = min(search.trials, _most_seeds(config))
+    seeds = min(search.trials, most_seeds_of_search(search, scored_methods(config)))
     workers = config.execution.workers if config.execution.executor == "ray" else 1
     tasks = ", ".join(config.harness.tasks)
     lines = [
@@ -126,12 +127,6 @@ def search_lines(config: RunConfig, rungs: Sequence[PlannedRung], done: SearchDo
     if limits := _limits(config, done):
         lines.append(f"ends earlier after {', or '.join(limits)}")
     return lines
-
-
-def _most_seeds(config: RunConfig) -> int:
-    search = config.search
-    more = search.trials // 2 if search.seeds.every_selector else 0
-    return max(most_seeds(search.seeds), more)
 
 
 def _rung_text(config: RunConfig, rungs: Sequence[PlannedRung], number: int) -> str:

@@ -100,7 +100,7 @@ class RunContext:
 
 
 Stage = Callable[[RunContext, StageProgress], str]
-"""Does a stage's work and returns what its closing line says."""
+"""Does a stage's work and returns what its closing line says, and further lines if there are any."""
 
 
 def _load_teacher(context: RunContext, progress: StageProgress) -> str:
@@ -359,7 +359,8 @@ def _search(context: RunContext, progress: StageProgress) -> str:
     say = progress.line
     context.outcome = run_search(config, run_dir, shape, tables, progress, say=say, watch=progress)
     shutil.rmtree(run_dir / TEACHER_LOGITS, ignore_errors=True)
-    return context.outcome.summary
+    front, volume, *ends = context.outcome.lines
+    return "\n".join((f"{front}; {volume}", *ends))
 
 
 def _report(context: RunContext, progress: StageProgress) -> str:

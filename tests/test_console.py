@@ -29,6 +29,16 @@ def test_stage_closes_with_name_summary_and_seconds() -> None:
     assert line.endswith(" s")
 
 
+def test_further_lines_of_a_summary_follow_the_closing_line() -> None:
+    out, text = printer()
+    with out.stage("search") as progress:
+        progress.summary = "front: 2 points\nuntrained: all 5 head maps"
+    first, second = text.getvalue().splitlines()
+    assert first.startswith("search    front: 2 points ")
+    assert first.endswith(" s")
+    assert second == "          untrained: all 5 head maps"
+
+
 def test_stage_that_raises_says_that_it_stopped() -> None:
     out, text = printer()
     with pytest.raises(ValueError, match="no"), out.stage("data"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -55,6 +56,17 @@ def test_run_prints_one_line_a_stage(finished: tuple[Path, Path, str]) -> None:
             row for row in output.splitlines() if row.startswith(stage) and row.endswith("s")
         ]
         assert len(closing) == 1, stage
+
+
+def test_a_run_ends_with_how_each_proxy_ended(finished: tuple[Path, Path, str]) -> None:
+    _, run_dir, output = finished
+    rows = output.splitlines()
+    (place,) = (place for place, row in enumerate(rows) if row.startswith("search    front: "))
+    assert rows[place + 1] == "          untrained: all 10 head maps"
+    assert re.fullmatch(r" {10}256 tokens: all \d+ head maps", rows[place + 2])
+    assert rows[place + 3].startswith("report ")
+    kept = json.loads((run_dir / "stages/search.json").read_text())["summary"]
+    assert kept.endswith(f"; untrained: all 10 head maps; {rows[place + 2].strip()}")
 
 
 def test_run_leaves_what_it_promises(finished: tuple[Path, Path, str]) -> None:

@@ -34,11 +34,12 @@ def test_what_candidates_share_goes_with_the_search_and_stays_while_it_can_go_on
         def run_search(*_: object, **__: object) -> SimpleNamespace:
             if not done:
                 raise KeyboardInterrupt
-            return SimpleNamespace(summary="done")
+            return SimpleNamespace(lines=["front", "volume", "untrained: all 5 head maps"])
 
         monkeypatch.setattr(stages, "run_search", run_search)
         with Printer(Console(quiet=True)).stage("search") as progress:
-            assert STAGE_WORK["search"](context, progress) == "done"
+            said = STAGE_WORK["search"](context, progress)
+            assert said == "front; volume\nuntrained: all 5 head maps"
 
     with pytest.raises(KeyboardInterrupt):
         search(done=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..config import CostConfig, ScoreMethod, SearchConfig, SeedConfig, SeedMethod
@@ -29,6 +29,7 @@ __all__ = [
     "Selector",
     "Table",
     "most_seeds",
+    "most_seeds_of_search",
     "needed_by_seeds",
     "num_full_heads",
     "ranks",
@@ -139,9 +140,7 @@ def seeds_of_search(
     return list(found.values())
 
 
-def _more_seeds(
-    config: SeedConfig, scores: Mapping[str, ScoreTables]
-) -> list[tuple[SeedMethod, float]]:
+def _more_seeds(config: SeedConfig, scores: Collection[str]) -> list[tuple[SeedMethod, float]]:
     """Every selector that config does not name and that can be asked, at each share: the program first."""
     others = [
         method
@@ -152,13 +151,22 @@ def _more_seeds(
     return sorted(wanted, key=lambda pair: pair[0] != "program")
 
 
-def most_seeds(config: SeedConfig) -> int:
-    """Head maps of config.methods if no two were the same."""
+def most_seeds(config: SeedConfig, methods: Iterable[SeedMethod] | None = None) -> int:
+    """Head maps of these methods, or of config.methods, if no two were the same."""
     shares = len(config.fa_shares)
     return sum(
         1 if method in UNIFORM else shares * (config.random_maps if method in DRAWN else 1)
-        for method in config.methods
+        for method in (config.methods if methods is None else methods)
     )
+
+
+def most_seeds_of_search(config: SearchConfig, scored: Collection[ScoreMethod]) -> int:
+    """The most that seeds_of_search can give with these scores."""
+    seeds = config.seeds
+    named = most_seeds(seeds)
+    others = {method for method, _ in _more_seeds(seeds, scored)}
+    more = named + most_seeds(seeds, others) if seeds.every_selector else named
+    return max(named, min(more, config.trials // 2))
 
 
 def needed_by_seeds(config: SeedConfig) -> set[ScoreMethod]:

@@ -19,6 +19,7 @@ from archsearch.search.seeds import (
     UNIFORM,
     ScoreTables,
     Seed,
+    most_seeds_of_search,
     needed_by_seeds,
     num_full_heads,
     ranks,
@@ -327,3 +328,13 @@ def test_half_of_the_trials_are_left_to_the_sampler_but_what_is_named_is_kept() 
     assert {seed.method for seed in seeds[:4]} == {"causal", "even_layers"}
     assert [seed.method for seed in seeds[4:6]] == ["program", "program"]
     assert [seed.method for seed in search_seeds(6, **named)] == [s.method for s in seeds[:4]]
+
+
+@pytest.mark.parametrize("trials", [6, 20, 41, 1000])
+def test_seeds_are_never_more_than_foretold(trials: int) -> None:
+    asked = {"methods": ["all_full", "causal", "random"], "fa_shares": [0.5], "random_maps": 3}
+    config = SearchConfig.model_validate({"trials": trials, "seeds": asked})
+    for scored in (SCORES, {"causal": SCORES["causal"]}):
+        most = most_seeds_of_search(config, scored.keys())
+        assert 5 <= len(seeds_of_search(SHAPE, scored, config, seed=0)) <= most
+        assert most <= max(5, trials // 2)
