@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -238,30 +236,14 @@ def fidelity(
 @app.command()
 def dashboard(
     run: RunPath,
-    port: Annotated[int, typer.Option(help="On the loopback interface.")] = 8080,
+    port: Annotated[str, typer.Option(help="On the loopback interface.")] = "8080",
     debug: Debug = False,
 ) -> None:
     """Serves optuna-dashboard on the run's study, and prints its address."""
     with faults(debug):
-        run_dir = RunDir(run)
-        storage = run_dir.load_config().search.storage
-        if storage is None:
-            # The dashboard would make an empty database.
-            run_dir.require_search("study.db")
-            run_dir.require_writable()
-            storage = run_dir.storage
-        program = Path(sys.executable).with_name("optuna-dashboard")
-        if not program.exists():
-            raise EnvironmentFault(
-                "dashboard: the Python package optuna-dashboard is not installed"
-            )
-        typer.echo(f"http://127.0.0.1:{port}/ (Ctrl-C stops it)")
-        command = [str(program), storage, "--host", "127.0.0.1", "--port", str(port)]
-        with contextlib.suppress(KeyboardInterrupt):
-            # Ctrl-C reaches it too, where it would print a traceback: it leaves its end to us.
-            status = subprocess.run(command, check=False, preexec_fn=_ignore_interrupt).returncode
-            if status:
-                raise EnvironmentFault(f"dashboard: optuna-dashboard ended with status {status}")
+        from .dashboard import serve
+
+        serve(RunDir(run), port, typer.echo)
 
 
 @app.command()
@@ -370,10 +352,6 @@ def _tell_backends(all_of_them: bool) -> None:
 
     check_environment()
     logging.getLogger(KERNEL_CHOICES).setLevel(logging.INFO if all_of_them else logging.WARNING)
-
-
-def _ignore_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import typer
 
 from .configfile import blamed
 from .errors import INTERRUPTED, ArchsearchError, ConfigError, FieldFault
+from .passwords import hide_passwords
 
 _signals: list[int] = []
 """Signals that have asked this process to end."""
@@ -36,8 +37,8 @@ def faults(debug: bool, *, resumes: bool = False) -> Iterator[None]:
         yield
     except ArchsearchError as error:
         if debug:
-            traceback.print_exc()
-        typer.echo(f"archsearch: {error}", err=True)
+            typer.echo(hide_passwords(traceback.format_exc()), err=True, nl=False)
+        typer.echo(hide_passwords(f"archsearch: {error}"), err=True)
         raise typer.Exit(error.exit_status) from error
     except (KeyboardInterrupt, ImportError) as error:
         # Packages that are interrupted in their import raise errors of their own.

@@ -24,6 +24,7 @@ from .scoring.methods import METHODS
 from .search.driver import scored_methods
 from .search.seeds import ScoreTables, read_scores, top_heads
 from .search.stopping import changed_limits, limits_of
+from .search.study import check_studies, claim_first_study
 from .search_plan import SearchDone, search_done
 from .stages import (
     STAGE_WORK,
@@ -49,11 +50,13 @@ def plan_run(
 
     reuse: a run whose text, twins and scores are taken where they fit. Raises ConfigError or EnvironmentFault for whatever would stop the run later.
     """
-    check_machine(config, searches=STAGES.index(last) >= STAGES.index("search"))
+    check_machine(config, searches=_searches(last))
     info = inspect_teacher(config.teacher)
     check_config(config, info)
     run_dir.require_writable()
     run_dir.check_frozen(config, scored_inputs(config))
+    if _searches(last):
+        check_studies(config, run_dir)
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
     taken = None if reuse is None else plan_reuse(config, run_dir, reuse)
     finished += taken.whole if taken else []
@@ -81,6 +84,11 @@ def _done(config: RunConfig, run_dir: RunDir, info: TeacherInfo, last: str) -> D
     )
 
 
+def _searches(last: str) -> bool:
+    """Whether a run up to this stage has a search."""
+    return STAGES.index(last) >= STAGES.index("search")
+
+
 def warning_lines(
     config: RunConfig, run_dir: RunDir | None = None, methods: Collection[ScoreMethod] | None = None
 ) -> list[str]:
@@ -105,6 +113,8 @@ def run_stages(
     """
     with _opened(config, run_dir, printer, scored_methods(config)) as (context, memory):
         names = STAGES[: STAGES.index(last) + 1]
+        if _searches(last):
+            claim_first_study(config, run_dir)
         if reuse is not None:
             # Only then is it known whose weights these are.
             _run(context, memory, names[:1], printer)

@@ -19,10 +19,12 @@ from .inputs import check_inputs, check_teacher_files
 from .metrics import DIVERGENCES, HARNESS, UNSEEN
 from .models.kernels import check_kernels
 from .models.teacher import TeacherInfo, pick_device, resolve_path
+from .passwords import HIDDEN
 from .plan import Plan, texts, training_rows
 from .report.records import bytes_text
 from .search.records import measured_metrics, prompt_metrics
 from .search.space import check_constraints
+from .search.storage import check_storage
 
 
 def check_config(config: RunConfig, info: TeacherInfo) -> None:
@@ -106,11 +108,15 @@ def _needed_for(metric: str, probes: ProbeConfig) -> str:
 def check_machine(config: RunConfig, *, searches: bool = True) -> None:
     """Finds what the machine lacks before any work. Raises EnvironmentFault, or ConfigError for a value.
 
-    The teacher's device, packages of the corpora, files named in the config; where it searches, also the executor.
+    The teacher's device, packages of the corpora, files named in the config; where it searches, also the executor and the storage.
     """
     pick_device(config.teacher.device)
     if searches:
         _check_executor(config.execution)
+        url = config.search.storage
+        # A run's own config lacks the password, with which alone there is something to find out.
+        if url is not None and HIDDEN not in url:
+            check_storage(url)
     if config.supernet.source != TRAIN:
         _check_file("supernet.source", config.supernet.source)
     if config.scoring.pairs_file is not None:

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .passwords import hide_passwords
+
 _PACKAGES = ("archsearch", "torch", "transformers", "optuna", "ray", "numpy", "safetensors")
 
 
@@ -19,7 +21,7 @@ def describe_call(seed: int) -> dict[str, Any]:
     """This call's time, command line, git commit, versions, host and seed, as JSON-able data."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": sys.argv,
+        "argv": [hide_passwords(word) for word in sys.argv],
         "seed": seed,
         "git_commit": _git_commit(),
         "versions": {"python": platform.python_version(), **_versions()},

@@ -22,6 +22,8 @@ from .changes import describe_changes, differences
 from .config import RunConfig
 from .configfile import first_problem
 from .errors import ConfigError, EnvironmentFault
+from .mounts import network_file_system
+from .passwords import shown_config
 from .provenance import describe_call
 
 SCHEMA = 1
@@ -51,13 +53,13 @@ INPUTS_FILE = "inputs.json"
 """SHA-256 of the files that the scores were made from, by the config's field."""
 SIMILARITY_FILE = "similarity.json"
 PROVENANCE_FILE = "provenance.json"
+OWNER_FILE = "owner.json"
+"""The id by which studies know the run that they belong to, and whether one has begun."""
 
 _NO_FOLDER = "is a file; a run directory is expected"
 _DISK_FAULTS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 _Part = TypeVar("_Part", dict[str, Any], list[Any])
-
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "9p")
 
 
 class RunDir:
@@ -168,7 +170,7 @@ class RunDir:
         such a file does once heads are scored.
         """
         self._check_changes(config, inputs or {})
-        self.write_json("config.json", config.model_dump(mode="json", by_alias=True))
+        self.write_json("config.json", shown_config(config))
         if inputs:
             self.write_json(INPUTS_FILE, {"schema": SCHEMA, "sha256": dict(inputs)})
 
@@ -194,13 +196,12 @@ class RunDir:
     def _check_changes(self, config: RunConfig, inputs: Mapping[str, str]) -> None:
         if not (self / "config.json").exists():
             return
-        new = config.model_dump(mode="json", by_alias=True)
+        new = shown_config(config)
         # Read through the model, so that a field that is new since then counts with its default.
-        old = self.load_config().model_dump(mode="json", by_alias=True)
+        old = shown_config(self.load_config())
+        free = RESUMABLE if self.has_trials() else (*RESUMABLE, "search.storage")
         found = {
-            key: pair
-            for key, pair in differences(old, new).items()
-            if not key.startswith(RESUMABLE)
+            key: pair for key, pair in differences(old, new).items() if not key.startswith(free)
         }
         changes = describe_changes(found)
         if not changes and self._has_scores():
@@ -213,6 +214,13 @@ class RunDir:
                 f"{self.path}: this run was started with another config ({changes}); allowed: a new --run-dir, "
                 f"where `archsearch run` takes what still fits with --reuse {self.path}"
             )
+
+    def has_trials(self) -> bool:
+        """Whether a search has begun here, whatever database holds its trials."""
+        owner = self.read_json(OWNER_FILE) if (self / OWNER_FILE).exists() else {}
+        return bool(owner.get("begun")) or any(
+            (self / name).exists() for name in ("study.db", "trials.json")
+        )
 
     def _has_scores(self) -> bool:
         """Whether heads are scored, or were once."""
@@ -317,13 +325,22 @@ class RunDir:
         ]
 
 
+def read_id(path: Path) -> str | None:
+    """The id of the run in that directory; None where there is none, or no such directory."""
+    try:
+        found = json.loads((path / OWNER_FILE).read_text(encoding="utf-8"))["id"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def score_file(method: str) -> str:
     """The scores file of a scoring method in a run directory."""
     return "scores.json" if method == "causal" else f"{SCORES}/{method}.json"
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path, mode: int = 0o644) -> Iterator[Path]:
     """A temporary path to write; it becomes target in one step, and on disk, once the block ends without error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(
@@ -333,7 +350,7 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         yield Path(temporary)
         _flush(Path(temporary))
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, target)
         _flush(target.parent)
     finally:
@@ -353,25 +370,6 @@ def require_disk(path: Path, needed_bytes: int) -> None:
 def nearest_folder(path: Path) -> Path:
     """The path itself, or the nearest of its parents that there is."""
     return next(p for p in (path, *path.parents) if p.exists())
-
-
-def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """The type of the network file system that path lies on, None on a local one (or no Linux).
-
-    mounts is the text of /proc/mounts, read where not given.
-    """
-    if mounts is None:
-        table = Path("/proc/mounts")
-        mounts = table.read_text(errors="replace") if table.exists() else ""
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = fields[1].replace("\\040", " ")
-        if path.is_relative_to(point) and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind if any(name in kind for name in _NETWORK_FILE_SYSTEMS) else None
 
 
 def _unwritable(error: OSError) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,41 @@ def test_a_dashboard_needs_a_study_and_makes_none(scored_run: Path, tmp_path: Pa
     status, output = call("dashboard", tmp_path / "none")
     assert status == 2
     assert "run directory" in output
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "8080x"])
+def test_a_port_that_is_none_is_one_line(tmp_path: Path, port: str) -> None:
+    status, output = call("dashboard", tmp_path, f"--port={port}")
+    assert (status, output) == (2, f"archsearch: --port {port}: is no port; allowed: 1 to 65535\n")
+
+
+def test_a_port_that_is_taken_is_one_line(scored_run: Path) -> None:
+    (scored_run / "study.db").touch()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        status, output = call("dashboard", scored_run, "--port", port)
+    assert status == 3
+    assert re.fullmatch(
+        rf"archsearch: --port {port}: address already in use; allowed: a port that is free, such as \d+\n",
+        output,
+    )
+
+
+def test_a_storage_that_cannot_be_had_is_found_by_validate_and_before_a_run(
+    run_config: Path, tmp_path: Path
+) -> None:
+    wish = f"search.storage=sqlite:///{tmp_path}/none/study.db"
+    for command in (["validate"], ["run", "--run-dir", tmp_path / "run"]):
+        status, output = call(command[0], run_config, *command[1:], "--set", wish)
+        assert status == 3
+        said = f"archsearch: --set {wish}: search.storage: {tmp_path}/none/study.db: its folder does not exist"
+        assert output.splitlines()[-1] == said
+    assert not (tmp_path / "run").exists()
+    wish = "search.storage=postgresql://me:secret@localhost:x/studies"
+    status, output = call("validate", run_config, "--set", wish, "--debug")
+    assert status == 2
+    assert "is no URL of a database" in output.splitlines()[-1]
+    assert "secret" not in output
 
 
 def test_doctor_finds_nothing_wrong_here() -> None:

@@ -20,7 +20,6 @@ from archsearch.config import RunConfig
 from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.rundir import (
     RunDir,
-    network_file_system,
     require_disk,
 )
 
@@ -308,15 +307,6 @@ def test_too_little_disk_is_found_before_the_start(tmp_path: Path) -> None:
     require_disk(tmp_path / "not/there/yet", 1)
     with pytest.raises(EnvironmentFault, match="GB is needed"):
         RunDir(tmp_path).require_disk(2 * free + 10**9)
-
-
-def test_network_file_systems_are_recognised() -> None:
-    mounts = (
-        "root / ext4 rw 0 0\nserver:/x /home nfs4 rw 0 0\nlocal /home/me/my\\040disk xfs rw 0 0\n"
-    )
-    assert network_file_system(Path("/var/run"), mounts) is None
-    assert network_file_system(Path("/home/me/run"), mounts) == "nfs4"
-    assert network_file_system(Path("/home/me/my disk/run"), mounts) is None
 
 
 def test_differences_reach_into_sections() -> None:

@@ -12,7 +12,8 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from ..rundir import RESUMABLE, SCORES, RunDir, score_file
 from ..search.front import Candidate
-from ..search.study import RungStudy, find_study, open_storage, study_name
+from ..search.storage import open_storage, storage_url
+from ..search.study import RungStudy, find_study, study_name
 from ..search.trial import RETRIEVAL_FILE, STARTS_FILE, SUPERNET_FILE, TRAIN_FILE
 from .bench_folder import read_shape
 
@@ -119,7 +120,7 @@ def _made_of(first: RunDir, other: RunDir) -> list[str]:
 
 def _read_search(run: RunDir) -> Search:
     config, shape = run.load_config(), read_shape(run)
-    storage = open_storage(config.search.storage or run.storage)
+    storage = open_storage(storage_url(config, run))
     rungs = []
     for tokens in config.search.lengths:
         names = (study_name(config, tokens), study_name(config, tokens, control=True))

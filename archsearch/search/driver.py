@@ -12,6 +12,7 @@ from ..config import RunConfig, ScoreMethod, SearchConfig
 from ..execution.base import Executor
 from ..execution.choice import open_executor
 from ..headmap import ModelShape
+from ..passwords import shown_config
 from ..progress import Progress, Unwatched, Watch, ignore_progress
 from ..rundir import RunDir
 from .entrants import Group, random_maps, repeats, within_bounds
@@ -36,12 +37,12 @@ from .stopping import (
     standing,
     time_limit,
 )
+from .storage import keep_password, open_storage, storage_faults, storage_url
 from .study import (
     SECONDS,
     STOPPED,
     RungStudy,
     find_study,
-    open_storage,
     open_study,
     study_name,
 )
@@ -69,10 +70,12 @@ def run_search(
     """
     quiet_optuna()
     check_constraints(config.search.constraints, shape, config.cost)
-    search = _Search(config, run_dir, shape, scores, progress, say, watch or Unwatched())
+    with storage_faults(storage_url(config, run_dir)):
+        search = _Search(config, run_dir, shape, scores, progress, say, watch or Unwatched())
     executor = make_executor() if make_executor else _real_executor(config, run_dir)
     try:
-        outcome = search.run(executor)
+        with storage_faults(storage_url(config, run_dir)):
+            outcome = search.run(executor)
         write_outcome(run_dir, outcome)
         if config.search.retention.prompts:
             if watch is not None:
@@ -101,7 +104,7 @@ def _real_executor(config: RunConfig, run_dir: RunDir) -> Executor:
     from .trial import TrialWorker  # Brings torch, which the driver itself does without.
 
     payload = {
-        "config": config.model_dump(mode="json", by_alias=True),
+        "config": shown_config(config),
         "run_dir": str(run_dir.path),
     }
     return open_executor(config.execution, TrialWorker, payload)
@@ -123,7 +126,8 @@ class _Search:
         self._config, self._run_dir, self._shape, self._say = config, run_dir, shape, say
         search = config.search
         name = study_name(config, search.proxy_tokens[0])
-        self._storage = open_storage(search.storage or run_dir.storage)
+        self._storage = open_storage(storage_url(config, run_dir))
+        keep_password(config, run_dir)
         self._proposals: Proposals = make_proposals(config, shape, scores, name)
         self._seeds = within_bounds(config, self._first_seeds(name, scores), say)
         if (more := len(self._seeds) - search.trials) >= 0:
@@ -205,7 +209,9 @@ class _Search:
     def _open(self, rung: int, group: Group) -> RungStudy:
         config = self._config
         name = study_name(config, config.search.lengths[rung], control=group.control)
-        records = RungStudy(open_study(self._storage, name, config), self._storage, self._shape)
+        records = RungStudy(
+            open_study(self._storage, name, config, self._run_dir), self._storage, self._shape
+        )
         if self._clock is None:
             self._clock = Clock(
                 records.seconds(), lambda seconds: records.remember(SECONDS, seconds)

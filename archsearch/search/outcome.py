@@ -11,13 +11,13 @@ from ..headmap import ModelShape
 from ..rundir import RunDir
 from .front import CONTROL, Candidate, Fronts
 from .stopping import Stop
+from .storage import find_storage
 from .study import (
     Failure,
     PrunedRow,
     RungStudy,
     find_study,
     head_map_text,
-    open_storage,
     study_name,
 )
 
@@ -167,8 +167,9 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
 
 def read_outcome(config: RunConfig, run_dir: RunDir, shape: ModelShape) -> SearchOutcome:
     """What the studies of a run hold so far, finished or not; rungs that have not begun are left out."""
-    storage = open_storage(config.search.storage or run_dir.storage)
-    rungs = []
+    rungs, storage = list[RungOutcome](), find_storage(config, run_dir)
+    if storage is None:
+        return SearchOutcome([])
     for tokens in config.search.lengths:
         names = (study_name(config, tokens), study_name(config, tokens, control=True))
         studies = [find_study(storage, name, shape) for name in names]
@@ -189,8 +190,10 @@ def read_done(
     config: RunConfig, run_dir: RunDir, shape: ModelShape
 ) -> tuple[list[RungDone], float]:
     """What each rung of a run's studies has done, up to the last one that was begun, and the seconds of all."""
-    storage = open_storage(config.search.storage or run_dir.storage)
+    storage = find_storage(config, run_dir)
     rungs, seconds = list[RungDone](), 0.0
+    if storage is None:
+        return rungs, seconds
     for tokens in config.search.lengths:
         names = (study_name(config, tokens), study_name(config, tokens, control=True))
         found = [s for name in names if (s := find_study(storage, name, shape)) is not None]

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sqlite3
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from sqlalchemy import event
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from ..changes import describe_changes, differences
 from ..config import RunConfig
-from ..errors import ConfigError, EnvironmentFault
+from ..errors import ConfigError
 from ..headmap import HeadMap, ModelShape
-from ..rundir import RESUMABLE, network_file_system
+from ..passwords import shown_config
+from ..rundir import RESUMABLE, RunDir
 from .front import SEARCH, Candidate
+from .ownership import check_owner, mark_begun, take_ownership
 from .promotion import Pruned
 from .proposals.base import Evaluated
 from .samplers import VIOLATIONS, record_violations, recorded_violations
 from .stopping import Stop
+from .storage import (
+    keep_password,
+    open_storage,
+    sqlite_file,
+    storage_faults,
+    storage_url,
+)
 
 ORPHANED = "orphaned"
 INTERRUPTED = "interrupted"
@@ -37,8 +42,6 @@ PRUNED_AFTER = "pruned_after"
 """User attribute of a trial that was never begun: the tokens after which its candidate did not go on."""
 STOPPED, SECONDS = "stopped", "seconds"
 """User attributes of a study: its Stop, and of the first one the seconds that the search has taken, by rung and group."""
-LOCK_SECONDS = 60
-"""How long a write waits for a reader, such as the dashboard, to let go of an SQLite file."""
 
 
 @dataclass(frozen=True)
@@ -74,76 +77,14 @@ def study_name(config: RunConfig, tokens: int, *, control: bool = False) -> str:
     return f"{config.name}{'-random' if control else ''}@{tokens}"
 
 
-def open_storage(url: str) -> BaseStorage:
-    """The storage at an Optuna URL.
+def open_study(storage: BaseStorage, name: str, config: RunConfig, run_dir: RunDir) -> optuna.Study:
+    """Creates or loads a study for the run directory, which is locked.
 
-    Raises ConfigError where the URL is none, EnvironmentFault where the database is damaged or out of reach;
-    a damaged file is left as it is.
+    Raises ConfigError where it belongs to another run directory, or to a search with another config.
     """
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise ConfigError(f"search.storage: {url!r} is no storage URL") from error
-    options: dict[str, Any] = {}
-    if parsed.get_backend_name() == "sqlite" and parsed.database:
-        _prepare_sqlite(Path(parsed.database))
-        options = {"connect_args": {"timeout": LOCK_SECONDS}}
-    shown = parsed.render_as_string(hide_password=True)
-    try:
-        storage = RDBStorage(url, engine_kwargs=options)
-    except (SQLAlchemyError, ImportError, RuntimeError) as error:
-        cause = str(getattr(error, "orig", None) or error).splitlines()[0]
-        raise EnvironmentFault(f"search.storage: {shown} cannot be opened: {cause}") from error
-    if options:
-        event.listen(storage.engine, "connect", _relax_syncs)
-        storage.engine.dispose()
-    return storage
-
-
-def _relax_syncs(connection: sqlite3.Connection, _: object) -> None:
-    """With a write-ahead log this loses nothing when a process dies, and spares a disk flush a write."""
-    (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-    if mode == "wal":
-        connection.execute("PRAGMA synchronous=NORMAL")
-
-
-def _prepare_sqlite(path: Path) -> None:
-    """Checks an existing file, and lets readers look on while we write."""
-    if not path.parent.is_dir():
-        raise EnvironmentFault(f"{path}: its folder does not exist")
-    fresh = not path.exists() or path.stat().st_size == 0
-    try:
-        with sqlite3.connect(path, timeout=LOCK_SECONDS) as connection:
-            if not fresh:
-                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-                if verdict != "ok":
-                    raise sqlite3.DatabaseError(verdict)
-            # A write-ahead log needs shared memory, which network file systems lack.
-            if network_file_system(path) is None:
-                connection.execute("PRAGMA journal_mode=WAL")
-        connection.close()
-    except sqlite3.OperationalError as error:
-        raise EnvironmentFault(f"{path}: {error}; another process may hold it") from error
-    except sqlite3.DatabaseError as error:
-        raise EnvironmentFault(
-            f"{path}: damaged or no SQLite database ({error}); nothing was changed. The other files of the "
-            "run are not touched by this: move the database away to search anew with them, or save its "
-            f"trials with `sqlite3 {path.name} .recover`"
-        ) from error
-
-
-def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Study:
-    """Creates or loads a study. Raises ConfigError where it belongs to a search with another config."""
-    objectives = config.search.objectives
-    study = optuna.create_study(
-        storage=storage,
-        study_name=name,
-        directions=[objective.direction for objective in objectives],
-        load_if_exists=True,
-        # It never proposes: search.proposals does.
-        sampler=optuna.samplers.RandomSampler(seed=0),
-    )
-    described = json.loads(config.model_dump_json(by_alias=True))
+    study = claim_study(storage, name, config, run_dir)
+    mark_begun(run_dir)
+    objectives, described = config.search.objectives, shown_config(config)
     stored = study.user_attrs.get("config")
     if stored is None:
         with warnings.catch_warnings():
@@ -162,6 +103,59 @@ def open_study(storage: BaseStorage, name: str, config: RunConfig) -> optuna.Stu
             "another search.storage; the old study stays as it is"
         )
     return study
+
+
+def claim_study(
+    storage: BaseStorage, name: str, config: RunConfig, run_dir: RunDir
+) -> optuna.Study:
+    """The study of that name, which belongs to this run directory from here on. Raises ConfigError where it is another's."""
+    options: dict[str, Any] = {
+        "study_name": name,
+        "storage": storage,
+        # It never proposes: search.proposals does.
+        "sampler": optuna.samplers.RandomSampler(seed=0),
+    }
+    directions = [objective.direction for objective in config.search.objectives]
+    try:
+        study = optuna.create_study(directions=directions, **options)
+        is_new = True
+    except DuplicatedStudyError:
+        study, is_new = optuna.load_study(**options), False
+    take_ownership(study, run_dir, config, is_new=is_new)
+    return study
+
+
+def claim_first_study(config: RunConfig, run_dir: RunDir) -> None:
+    """Takes the run's place in a storage that other runs may use too, before any work; the run directory is locked.
+
+    Raises ConfigError where the study is another run's, EnvironmentFault where the storage cannot be written.
+    """
+    if config.search.storage is None:
+        return
+    url = storage_url(config, run_dir)
+    name = study_name(config, config.search.lengths[0])
+    with storage_faults(url):
+        claim_study(open_storage(url), name, config, run_dir)
+    keep_password(config, run_dir)
+
+
+def check_studies(config: RunConfig, run_dir: RunDir) -> None:
+    """Checks that what the storage has of this run's studies is its own; it has been checked itself.
+
+    Raises ConfigError where it is another's, EnvironmentFault where it is damaged.
+    """
+    url = storage_url(config, run_dir)
+    file = sqlite_file(url)
+    if file is not None and not (file.exists() and file.stat().st_size):
+        return
+    with storage_faults(url):
+        storage = open_storage(url)
+        for tokens in config.search.lengths:
+            for control in (False, True):
+                with contextlib.suppress(KeyError):
+                    name = study_name(config, tokens, control=control)
+                    study = optuna.load_study(study_name=name, storage=storage)
+                    check_owner(study, run_dir, config)
 
 
 def _as_read_now(stored: dict[str, Any]) -> dict[str, Any]:

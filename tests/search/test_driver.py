@@ -403,14 +403,6 @@ def test_a_space_that_runs_out_of_maps_ends_with_a_clear_error(tmp_path: Path) -
     assert all(trial.state.is_finished() for trial in trials_of(tmp_path))
 
 
-def test_a_study_of_another_config_is_refused_with_the_difference(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path / 'shared.db'}"
-    fake_search(fake_config(trials=4, storage=storage), tmp_path / "a")
-    other = fake_config(trials=4, storage=storage, sampler="random")
-    with pytest.raises(ConfigError, match=r"search\.sampler: 'tpe' -> 'random'.*another `name`"):
-        fake_search(other, tmp_path / "b")
-
-
 @pytest.mark.parametrize("content", [b"not a database at all" * 60, b"truncated"])
 def test_a_damaged_database_is_named_and_left_alone(tmp_path: Path, content: bytes) -> None:
     database = tmp_path / "study.db"

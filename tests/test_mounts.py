@@ -1,0 +1,16 @@
+"""What kind of file system a path lies on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from archsearch.mounts import network_file_system
+
+
+def test_network_file_systems_are_recognised() -> None:
+    mounts = (
+        "root / ext4 rw 0 0\nserver:/x /home nfs4 rw 0 0\nlocal /home/me/my\\040disk xfs rw 0 0\n"
+    )
+    assert network_file_system(Path("/var/run"), mounts) is None
+    assert network_file_system(Path("/home/me/run"), mounts) == "nfs4"
+    assert network_file_system(Path("/home/me/my disk/run"), mounts) is None
