@@ -113,7 +113,7 @@ def run_stages(
     """
     with _opened(config, run_dir, printer, scored_methods(config)) as (context, memory):
         names = STAGES[: STAGES.index(last) + 1]
-        if _searches(last):
+        if _searches(last) and not _is_finished(run_dir, config, "search"):
             claim_first_study(config, run_dir)
         if reuse is not None:
             # Only then is it known whose weights these are.
