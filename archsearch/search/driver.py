@@ -195,7 +195,8 @@ class _Search:
     def _run_rung(self, executor: Executor, rung: int, groups: Sequence[Group]) -> list[RungStudy]:
         """Evaluates the search's candidates and then the control's, as many as the search could have."""
         groups = [group for group in groups if group.wanted]
-        bound = affordable_candidates(self._config, rung, self._spent, len(groups))
+        later = self._spent_after(rung)
+        bound = affordable_candidates(self._config, rung, self._spent, len(groups), later)
         studies: list[RungStudy] = []
         for group in groups:
             records = self._open(rung, group)
@@ -205,6 +206,16 @@ class _Search:
             studies.append(records)
         self._spent += sum(study.tokens() for study in studies)
         return studies
+
+    def _spent_after(self, rung: int) -> int:
+        """Tokens that earlier calls have spent on later rungs."""
+        names = [
+            study_name(self._config, tokens, control=control)
+            for tokens in self._config.search.lengths[rung + 1 :]
+            for control in (False, True)
+        ]
+        found = (find_study(self._storage, name, self._shape) for name in names)
+        return sum(study.tokens() for study in found if study is not None)
 
     def _open(self, rung: int, group: Group) -> RungStudy:
         config = self._config
@@ -280,7 +291,7 @@ class _Search:
         share = (part + 1) / (len(search.lengths) * groups)
         limit, ends = time_limit(search, self._clock, share), None
         if search.max_minutes is not None:
-            ends = time.monotonic() + 60 * search.max_minutes * share - self._clock.seconds()
+            ends = time.monotonic() + self._clock.left(search.max_minutes, share)
         if rung or group.control:
             return limit, ends
         return first_of(limit, patience_limit(search, len(self._seeds))), ends

@@ -80,6 +80,10 @@ class Clock:
             self.save()
         return sum(self._used[: self._part + 1])
 
+    def left(self, minutes: float, share: float) -> float:
+        """Seconds until the parts so far have had this share of minutes, or all parts together all of them."""
+        return min(60 * minutes * share - self.seconds(), 60 * minutes - sum(self._used))
+
     def save(self) -> None:
         """Writes them down."""
         self._settle()
@@ -104,7 +108,7 @@ def time_limit(config: SearchConfig, clock: Clock, share: float) -> Limit:
     if minutes is None:
         return never
     reason = f"search.max_minutes {minutes:g}"
-    return lambda history: reason if clock.seconds() >= 60 * minutes * share else None
+    return lambda history: reason if clock.left(minutes, share) <= 0 else None
 
 
 def patience_limit(config: SearchConfig, num_seeds: int) -> Limit:
@@ -160,17 +164,17 @@ def first_of(*limits: Limit) -> Limit:
 
 
 def affordable_candidates(
-    config: RunConfig, rung: int, spent: int, groups: int
+    config: RunConfig, rung: int, spent: int, groups: int, later: int = 0
 ) -> tuple[int, str] | None:
     """How many candidates a group of a rung may have by search.max_tokens, and what says so; None where it sets no bound.
 
-    spent: tokens of all rungs before. What a candidate needs is known beforehand, so that the count is the same in every call.
+    spent: tokens of all rungs before; later: what earlier calls have spent on those after it. What a candidate needs is known beforehand, so that the count is the same in every call.
     """
     most, price = config.search.max_tokens, candidate_tokens(config, rung)
     if most is None or not price:
         return None
     lengths = config.search.lengths
-    left = most * (rung + 1) / len(lengths) - spent
+    left = min(most * (rung + 1) / len(lengths), most - later) - spent
     return max(0, math.floor(left / (price * groups) + 1e-9)), f"search.max_tokens {most}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from archsearch.search import stopping
 from archsearch.search.stopping import changed_limits, limits_of
+from archsearch.search.study import find_study, open_storage
 from tests.search.fakes import (
     CAUSAL,
     SCORES,
+    SHAPE,
     FakeWorker,
     fake_config,
     fake_search,
@@ -119,3 +122,41 @@ def test_minutes_count_from_the_first_call_whatever_limit_that_had(
             fake_config(**options, max_minutes=minutes), tmp_path / "b", worker=Slow
         )
         assert len(outcome.rungs[0].search) == count
+
+
+def test_all_calls_together_keep_within_a_limit_that_later_proxies_have_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+
+    class Slow(FakeWorker):
+        def __call__(self, spec: Any) -> Any:
+            nonlocal now
+            now += 60 if spec.proxy_tokens else 6
+            # The second proxy goes on from where the rate of the first had not fallen yet.
+            price = {0: 0, 50: 50, 100: 100, 200: 160}[spec.proxy_tokens]
+            return replace(super().__call__(spec), tokens=price)
+
+    # Few candidates leave the first proxy's share to the second one.
+    few: dict[str, Any] = {"trials": 5, "proxy_tokens": [0, 100]}
+    used = now
+    for limit in (
+        {"max_minutes": 4.0},
+        {"max_tokens": 420, "proxy_tokens": [50, 200], "trials": 2},
+    ):
+        priced = "max_tokens" in limit
+        folder = tmp_path / next(iter(limit))
+        fake_search(fake_config(**few | limit), folder, worker=Slow)
+        fake_search(fake_config(**few | limit | {"trials": 40}), folder, worker=Slow)
+        if not priced:
+            # What runs when the limit is reached may end.
+            assert 4 * 60 <= now - used < 5 * 60
+        spent = sum(
+            trial.user_attrs["spent"]["tokens"]
+            for name in ("fake@50", "fake@200")
+            if (study := find_study(open_storage(f"sqlite:///{folder}/study.db"), name, SHAPE))
+            for trial in study.trials()
+            if "spent" in trial.user_attrs
+        )
+        assert 320 < spent <= 420 or not priced
