@@ -39,7 +39,13 @@ RunDirOption = Annotated[
 ]
 Candidate = Annotated[int | None, typer.Option(help="Its number in the report.")]
 Knee = Annotated[bool, typer.Option("--knee", help="The front's knee.")]
-FaShare = Annotated[float | None, typer.Option(help="The front's best map of at most this share.")]
+FaShare = Annotated[
+    float | None, typer.Option(help="The front's best map of at most so many full-attention heads.")
+]
+MapFile = Annotated[
+    Path | None,
+    typer.Option("--head-map", metavar="FILE", help="Any head map of the run's teacher."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Shows the traceback of a fault.")]
 
 
@@ -116,16 +122,16 @@ def export(
     candidate: Candidate = None,
     knee: Knee = False,
     fa_share: FaShare = None,
+    head_map: MapFile = None,
     debug: Debug = False,
 ) -> None:
     """Writes one hybrid as a folder that transformers loads by itself."""
     with faults(debug):
-        chosen = [candidate is not None, knee, fa_share is not None]
-        if sum(chosen) != 1:
-            raise ConfigError("export: give exactly one of --candidate, --knee and --fa-share")
         from .candidates import export_candidate
+        from .chosen import Choice
 
-        typer.echo(export_candidate(RunDir(run), to, candidate=candidate, fa_share=fa_share))
+        choice = Choice(candidate, knee, fa_share, head_map)
+        typer.echo(export_candidate(RunDir(run), to, choice))
 
 
 @app.command()
@@ -134,9 +140,7 @@ def train(
     candidate: Candidate = None,
     knee: Knee = False,
     fa_share: FaShare = None,
-    head_map: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Any head map of the run's teacher.")
-    ] = None,
+    head_map: MapFile = None,
     tokens: Annotated[
         int | None, typer.Option(metavar="T", help="8 times the longest proxy by default.")
     ] = None,
@@ -150,7 +154,8 @@ def train(
 ) -> None:
     """Distils one hybrid, tunes it on long context and exports it; the same command again resumes."""
     with faults(debug, resumes=True):
-        from .train_plan import Choice, plan_training
+        from .chosen import Choice
+        from .train_plan import plan_training
         from .train_run import run_training
 
         _tell_backends(debug)

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from .candidates import check_choice, choose
 from .changes import differences
+from .chosen import Choice, Chosen, find
 from .config import RunConfig
 from .data.corpora import Packed
 from .errors import ConfigError
 from .evaluation.harness import check_harness_package
 from .export import check_directory, check_writable
 from .footprint import checkpoint_bytes, teacher_bytes
-from .headmap import HeadMap, ModelShape, Operator
+from .headmap import HeadMap, Operator
 from .ignored import ignored_in_training
 from .inputs import check_teacher_files
 from .models.kernels import check_kernels
@@ -43,33 +43,12 @@ FOLDER = "train"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which head map: a candidate of the front, its knee, its best within a share, or that of a file."""
-
-    candidate: int | None = None
-    knee: bool = False
-    fa_share: float | None = None
-    file: Path | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError unless one thing is chosen that could be there."""
-        given = [x is not None for x in (self.candidate, self.fa_share, self.file)]
-        if sum([*given, self.knee]) != 1:
-            raise ConfigError(
-                "train: give exactly one of --candidate, --knee, --fa-share and --head-map"
-            )
-        check_choice(candidate=self.candidate, fa_share=self.fa_share)
-
-
-@dataclass(frozen=True)
 class TrainPlan:
     """A training of a chosen head map. settings are all that its result depends on, as plain JSON data."""
 
     config: RunConfig
     """The run's, with what --set changes."""
-    point: dict[str, Any]
-    """The point of the front: candidate, source, metrics; of a file candidate is None."""
-    head_map: HeadMap
+    chosen: Chosen
     directory: Path
     settings: dict[str, Any]
     text_tokens: int
@@ -78,6 +57,11 @@ class TrainPlan:
     seconds: float
     """Estimated, in all."""
     disk_bytes: int
+
+    @property
+    def head_map(self) -> HeadMap:
+        """What is trained."""
+        return self.chosen.head_map
 
     @property
     def tokens(self) -> int:
@@ -92,9 +76,7 @@ class TrainPlan:
     @property
     def name(self) -> str:
         """The head map in words."""
-        number = self.point["candidate"]
-        origin = str(self.point["source"]) if number is None else f"candidate {number}"
-        return f"{origin}, {self.head_map.fa_share:.1%} full-attention heads"
+        return f"{self.chosen.name}, {self.head_map.fa_share:.1%} full-attention heads"
 
     def lines(self) -> list[str]:
         """The plan as text."""
@@ -130,7 +112,7 @@ def plan_training(
     tokens are those of distillation: without a number FACTOR times the run's longest proxy. Raises ConfigError for what does not
     fit, EnvironmentFault for what the machine lacks.
     """
-    choice.check()
+    choice.check("train")
     config = read_settings(run_dir, tokens, overrides)
     (tokens,) = config.search.proxy_tokens
     if to is not None and not (to / TRAINING_FILE).exists():
@@ -138,8 +120,8 @@ def plan_training(
     check_supernet(run_dir, config)
     run_dir.require_search(SUPERNET_FILE)
     info = inspect_teacher(config.teacher)
-    point = _point(run_dir, choice, info.shape)
-    head_map = HeadMap.from_json(point["head_map"])
+    chosen = find(run_dir, choice, info.shape)
+    head_map = chosen.head_map
     _check(config, info, head_map, tokens)
     text_tokens = _text_tokens(run_dir, config)
     if text_tokens:
@@ -148,8 +130,7 @@ def plan_training(
     directory = to or run_dir / FOLDER / digest_of(settings)
     plan = TrainPlan(
         config,
-        point,
-        head_map,
+        chosen,
         directory.absolute(),
         settings,
         text_tokens,
@@ -181,33 +162,6 @@ def check_place(plan: TrainPlan) -> None:
     elif not directory.is_dir() or any(not p.name.startswith(".") for p in directory.iterdir()):
         check_directory(directory)
     check_writable(directory)
-
-
-def _point(run_dir: RunDir, choice: Choice, shape: ModelShape) -> dict[str, Any]:
-    if choice.file is None:
-        run_dir.require_search("pareto.json")
-        pareto = run_dir.read_json("pareto.json")
-        return choose(run_dir, pareto, candidate=choice.candidate, fa_share=choice.fa_share)
-    option = f"--head-map {choice.file}"
-    try:
-        head_map = HeadMap.load(choice.file)
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
-    found, wanted = (_geometry(model) for model in (head_map.model, shape))
-    if found != wanted:
-        raise ConfigError(f"{option}: a map of {found}; the run's teacher has {wanted}")
-    return {
-        "candidate": None,
-        "source": f"head map {choice.file.name}",
-        "head_map": head_map.to_json(),
-        "metrics": {},
-    }
-
-
-def _geometry(shape: ModelShape) -> str:
-    return f"{shape.num_layers} layers of {shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}"
 
 
 def _check(config: RunConfig, info: TeacherInfo, head_map: HeadMap, tokens: int) -> None:

@@ -110,7 +110,9 @@ class Record:
             TRAINING_FILE,
             {
                 "schema": SCHEMA,
-                "student": {name: plan.point[name] for name in ("candidate", "source", "metrics")},
+                "student": {
+                    name: getattr(plan.chosen, name) for name in ("candidate", "source", "metrics")
+                },
                 "head_map": plan.head_map.to_json(),
                 "costs": analytic_costs(plan.head_map, plan.config.cost),
                 "settings": plan.settings,
@@ -278,8 +280,8 @@ class Training:
             "teacher": config.teacher.source,
             "teacher_fingerprint": teacher.fingerprint,
             "supernet_sha256": plan.settings["supernet_sha256"],
-            "candidate": plan.point["candidate"],
-            "source": plan.point["source"],
+            "candidate": plan.chosen.candidate,
+            "source": plan.chosen.source,
             "distillation_tokens": plan.tokens,
             "long_context_tokens": config.long_context.tokens,
             "metrics": last["metrics"],

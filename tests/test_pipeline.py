@@ -31,6 +31,7 @@ from archsearch.rundir import RunDir
 from archsearch.scoring.head_scores import HeadScores
 from archsearch.scoring.inputs import ScoreInputs
 from archsearch.scoring.methods import METHODS, Method
+from archsearch.search.front import CONTROL
 from archsearch.timings import read_timings
 
 
@@ -147,6 +148,64 @@ def test_export_of_the_knee_loads(finished: tuple[Path, Path, str], tmp_path: Pa
         app, ["export", str(run_dir), "--knee", "--to", str(tmp_path / "out")]
     )
     assert again.exit_code == 2
+
+
+def export_to(run_dir: Path, folder: Path, *choice: object) -> str:
+    """What `archsearch export` says, and that it says it with status 0."""
+    command = ["export", str(run_dir), *map(str, choice), "--to", str(folder)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_any_candidate_is_exported_as_its_longest_proxy_left_it(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, run_dir, _ = finished
+    pareto = json.loads((run_dir / "pareto.json").read_text())
+    points = {p["candidate"] for p in (*pareto["points"], *pareto["seeds"]["points"])}
+    rungs = json.loads((run_dir / "trials.json").read_text())["rungs"]
+    found = {
+        c["candidate"]: (rung["proxy_tokens"], c["metrics"])
+        for rung in rungs
+        for c in rung["candidates"]
+        if c["method"] != CONTROL
+    }
+    pruned = next(n for n, (tokens, _) in found.items() if not tokens and n not in points)
+    for number in (pruned, max(points)):
+        tokens, metrics = found[number]
+        output = export_to(run_dir, tmp_path / str(number), "--candidate", number)
+        facts = json.loads((tmp_path / str(number) / "provenance.json").read_text())
+        assert (facts["candidate"], facts["metrics"]) == (number, metrics)
+        trained = facts["distillation_tokens"]
+        # In whole batches.
+        assert tokens <= trained <= 1.5 * tokens
+        assert f"candidate {number} (" in output
+        assert f"after {trained} tokens: " in output
+
+
+def test_a_head_map_of_a_file_is_exported_with_the_supernets_weights(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, run_dir, _ = finished
+    file = next((run_dir / "front").iterdir())
+    output = export_to(run_dir, tmp_path / "out", "--head-map", file)
+    assert f": head map {file.name}, supernet weights alone, not measured\n" in output
+    assert HeadMap.load(tmp_path / "out/head_map.json") == HeadMap.load(file)
+    facts = json.loads((tmp_path / "out/provenance.json").read_text())
+    assert (facts["candidate"], facts["distillation_tokens"]) == (None, 0)
+
+
+def test_a_candidate_that_is_not_there_is_one_line(
+    finished: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, run_dir, _ = finished
+    command = ["export", str(run_dir), "--candidate", "99", "--to", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    allowed = "allowed: a number from 0 to 9 (archsearch report)"
+    assert f"--candidate 99: not evaluated in {run_dir}; {allowed}\n" in result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_report_command_prints_the_tables(finished: tuple[Path, Path, str]) -> None:

@@ -313,7 +313,7 @@ def test_fields_without_effect_are_named(run: Path, tmp_path: Path) -> None:
         ([], (), "train: give exactly one of --candidate, --knee, --fa-share and --head-map"),
         (["--knee", "--candidate", "1"], (), "train: give exactly one of"),
         (["--candidate", "-1"], (), "--candidate -1: not allowed"),
-        (["--candidate", "77"], (), "--candidate 77: not on the front of"),
+        (["--candidate", "77"], (), "--candidate 77: not evaluated in {run}; allowed: "),
         (["--fa-share", "nan"], (), "--fa-share nan: not allowed; allowed: 0 to 1"),
         (["--head-map", "{run}/none.json"], (), "--head-map {run}/none.json: cannot be read"),
         (["--head-map", "{run}/config.json"], (), "--head-map {run}/config.json: head map: "),

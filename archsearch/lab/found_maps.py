@@ -9,7 +9,7 @@ from ..headmap import HeadMap
 from ..metrics import COSTS
 from ..rundir import RunDir, score_file
 from ..search.front import SEARCH, Candidate
-from ..search.seeds import num_full_heads
+from ..search.seeds import within_share
 from .search_runs import Search
 from .selection_maps import CONTROL, METHODS, Entry, needed_scores
 from .selection_tables import Name
@@ -66,11 +66,7 @@ def picks(
     """The best feasible candidate with no more full-attention heads than a selector takes at the share, and the best of
     those that no seed supplied."""
     sign = 1 if objective.direction == "minimize" else -1
-    within = [
-        c
-        for c in candidates
-        if c.feasible and len(c.head_map.full_heads()) <= num_full_heads(c.head_map.model, share)
-    ]
+    within = [c for c in candidates if c.feasible and within_share(c.head_map, share)]
     chosen: list[Candidate] = []
     for pool in (within, [c for c in within if c.source == SEARCH]):
         best = min(

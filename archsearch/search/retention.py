@@ -22,7 +22,7 @@ from .outcome import SearchOutcome
 from .records import TrialSpec, trained_path
 from .rung import judge
 from .samplers import derive_seed
-from .seeds import ScoreTables, seed_maps
+from .seeds import ScoreTables, seed_maps, within_share
 
 SCHEMA = 1
 RETENTION_FILE = "retention.json"
@@ -155,7 +155,7 @@ def _best(
     candidates: Sequence[Candidate], objectives: Sequence[ObjectiveConfig], share: float
 ) -> Candidate | None:
     """The best within the share by the first objective that is no cost."""
-    within = [c for c in candidates if c.head_map.fa_share <= share + 1e-9]
+    within = [c for c in candidates if within_share(c.head_map, share)]
     qualities = [o for o in objectives if o.metric not in COSTS] or list(objectives)
     sign = 1 if qualities[0].direction == "minimize" else -1
     return min(within, key=lambda c: sign * c.metrics[qualities[0].metric], default=None)

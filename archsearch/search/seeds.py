@@ -37,6 +37,7 @@ __all__ = [
     "seed_maps",
     "seeds_of_search",
     "top_heads",
+    "within_share",
 ]
 
 
@@ -90,6 +91,12 @@ class Selector:
 def num_full_heads(shape: ModelShape, fa_share: float) -> int:
     """FA heads at a share: the nearest whole number (halves go up), at least one."""
     return _share_of(shape.total_heads, fa_share)
+
+
+def within_share(head_map: HeadMap, fa_share: float) -> bool:
+    """Whether a map has no more FA heads than a seed at that share; a share of 0 allows none."""
+    count = len(head_map.full_heads())
+    return count == 0 or (fa_share > 0 and count <= num_full_heads(head_map.model, fa_share))
 
 
 def seed_maps(

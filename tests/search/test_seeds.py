@@ -12,7 +12,7 @@ import pytest
 from archsearch.config import CostConfig, ScoreMethod, SearchConfig, SeedConfig, SeedMethod
 from archsearch.cost import cache_bytes
 from archsearch.errors import ConfigError
-from archsearch.headmap import ModelShape, Operator
+from archsearch.headmap import HeadMap, ModelShape, Operator
 from archsearch.rundir import RunDir, score_file
 from archsearch.search.seeds import (
     SELECTORS,
@@ -27,6 +27,7 @@ from archsearch.search.seeds import (
     seed_maps,
     seeds_of_search,
     top_heads,
+    within_share,
 )
 
 SHAPE = ModelShape("llama", num_layers=6, num_heads=9, num_kv_heads=3, head_dim=8)
@@ -338,3 +339,14 @@ def test_seeds_are_never_more_than_foretold(trials: int) -> None:
         most = most_seeds_of_search(config, scored.keys())
         assert 5 <= len(seeds_of_search(SHAPE, scored, config, seed=0)) <= most
         assert most <= max(5, trials // 2)
+
+
+@pytest.mark.parametrize("share", [0.03, 0.125, 0.25, 1.0])
+def test_a_share_allows_as_many_heads_as_its_seeds_have(share: float) -> None:
+    heads = [(layer, head) for layer in range(SHAPE.num_layers) for head in range(SHAPE.num_heads)]
+    most = num_full_heads(SHAPE, share)
+    assert within_share(HeadMap.from_full_heads(SHAPE, heads[:most]), share)
+    if share < 1:
+        assert not within_share(HeadMap.from_full_heads(SHAPE, heads[: most + 1]), share)
+        assert not within_share(HeadMap.from_full_heads(SHAPE, heads[:1]), 0.0)
+    assert within_share(HeadMap.from_full_heads(SHAPE, []), 0.0)
