@@ -37,6 +37,7 @@ from .stages import (
     pairs_line,
     score_heads,
 )
+from .texts import check_texts
 from .timings import record_stage
 
 BEST_HEADS = 5
@@ -58,6 +59,8 @@ def plan_run(
     if _searches(last):
         check_studies(config, run_dir)
     finished = [name for name in STAGES if _is_finished(run_dir, config, name)]
+    due = [name for name in STAGES[: STAGES.index(last) + 1] if name not in finished]
+    check_texts(config, run_dir, due)
     taken = None if reuse is None else plan_reuse(config, run_dir, reuse)
     finished += taken.whole if taken else []
     done = _done(config, run_dir, info, last)

@@ -23,6 +23,7 @@ from .passwords import HIDDEN
 from .plan import Plan, texts, training_rows
 from .report.records import bytes_text
 from .search.records import measured_metrics, prompt_metrics
+from .search.samplers import require_packages
 from .search.space import check_constraints
 from .search.storage import check_storage
 
@@ -113,6 +114,7 @@ def check_machine(config: RunConfig, *, searches: bool = True) -> None:
     pick_device(config.teacher.device)
     if searches:
         _check_executor(config.execution)
+        require_packages(config.search.sampler)
         url = config.search.storage
         # A run's own config lacks the password, with which alone there is something to find out.
         if url is not None and HIDDEN not in url:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from .config import RunConfig, TextConfig
 from .data.corpora import Packed, load_text
 from .data.niah import retrieval_rows
 from .data.overlap import WINDOW, shared_rows
-from .errors import ConfigError
+from .errors import ConfigError, EnvironmentFault
 from .models.teacher import Teacher
 from .plan import TrainingRows, text_origin, training_rows
 from .probe_inputs import naming
@@ -27,6 +28,7 @@ from .search.trial import (
     heldout_file,
 )
 
+_MISSING = "missing"
 _NAMED_ROWS = 5
 """Rows that a message names before it counts the rest."""
 
@@ -108,6 +110,41 @@ def write_heldout(
             _write_array(run_dir, file, packed.rows)
         found[field] = np.load(run_dir / file)
     return found
+
+
+def check_texts(config: RunConfig, run_dir: RunDir, due: Collection[str]) -> None:
+    """Raises EnvironmentFault where the stage of data is done and has lost a file that these stages read, with what to do about it."""
+    made_by = "stages/data.json"
+    if not (run_dir / made_by).exists() or not {"supernet", "scores", "search"} & set(due):
+        return
+    lost = {name: said for name in _read_by(config, due) if (said := _lost(run_dir / name))}
+    if not lost:
+        return
+    named = ", ".join(f"{run_dir / name} ({said})" for name, said in lost.items())
+    first = "" if set(lost.values()) == {_MISSING} else "what is damaged and "
+    raise EnvironmentFault(
+        f"{named}: put back, or remove {first}{run_dir / made_by}: then the same `archsearch run` makes them again"
+    )
+
+
+def _read_by(config: RunConfig, due: Collection[str]) -> list[str]:
+    """The files of text that stages read."""
+    rows = training_rows(config)
+    trains = "supernet" in due or ("search" in due and config.search.lengths[-1] > 0)
+    training = [(TRAIN_FILE, rows.text), (RETRIEVAL_FILE, rows.prompts)] if trains else []
+    heldout = [file for _, _, _, _, file, _ in heldout_parts(config)]
+    return [*heldout, *(file for file, count in training if count)]
+
+
+def _lost(path: Path) -> str:
+    """Why an array cannot be read; empty where it can."""
+    if not path.exists():
+        return _MISSING
+    try:
+        np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        return f"damaged: {error}"
+    return ""
 
 
 def heldout_parts(config: RunConfig) -> Iterator[tuple[str, TextConfig, int, int, str, str]]:

@@ -466,6 +466,37 @@ def test_a_trained_supernet_that_is_damaged_is_found_with_what_to_do(
         assert torch.equal(tensor, load_file(whole / "supernet.safetensors")[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("train.npy", None), ("retrieval.npy", 40), ("heldout.npy", None), ("heldout.npy", 500)],
+)
+def test_text_that_is_lost_is_found_before_a_search_goes_on(
+    finished: tuple[Path, Path, str], tmp_path: Path, name: str, damage: int | None
+) -> None:
+    config, run_dir = finished[0], Path(shutil.copytree(finished[1], tmp_path / "run"))
+    lost, marker = run_dir / name, run_dir / "stages/data.json"
+    before = lost.read_bytes()
+    lost.unlink()
+    if damage is not None:
+        lost.write_bytes(before[:damage])
+    run = ["run", str(config), "--run-dir", str(run_dir)]
+    # A search that is done reads none of them.
+    assert CliRunner().invoke(app, run).exit_code == 0
+    longer = [*run, "--set", "search.trials=11"]
+    for command in ([*longer, "--dry-run"], longer):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 3
+        said = "missing" if damage is None else "damaged: .*"
+        also = "what is damaged and " if damage else ""
+        pattern = rf"archsearch: {lost} \({said}\): put back, or remove {also}{marker}: then the same `archsearch run` .*"
+        assert re.fullmatch(pattern, result.output.splitlines()[-1])
+    marker.unlink()
+    lost.unlink(missing_ok=True)
+    result = CliRunner().invoke(app, longer)
+    assert result.exit_code == 0, result.output
+    assert lost.read_bytes() == before
+
+
 def test_a_supernet_that_was_copied_is_copied_again_where_it_is_damaged(
     finished: tuple[Path, Path, str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 # Ray listens on every interface unless told that this machine forms no cluster; it reads this variable
@@ -18,7 +19,7 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 
-from ..errors import EnvironmentFault
+from ..errors import ArchsearchError, EnvironmentFault
 from .base import (
     HOST_MEMORY,
     WORKER_DIED,
@@ -26,6 +27,8 @@ from .base import (
     Outcome,
     Payload,
     Worker,
+    blame,
+    breaks_device,
     describe,
 )
 
@@ -35,6 +38,16 @@ _STORE_BYTES = 100 * 2**20
 """Ray's object store holds specs and results only, both tiny; Ray's minimum is 75 MiB."""
 _TEMPORARY_BYTES = 2**30
 """Room that Ray needs for its sockets, logs and store where it keeps them."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What an actor says of a task. is_broken: its process is of no more use."""
+
+    result: Any = None
+    error: str | None = None
+    fault: type[ArchsearchError] | None = None
+    is_broken: bool = False
 
 
 class _Actor:
@@ -50,13 +63,15 @@ class _Actor:
         self._build()
         return os.getpid()
 
-    def call(self, spec: Any) -> tuple[Any, str | None]:
-        """The result and None, or None and what went wrong."""
+    def call(self, spec: Any) -> _Answer:
+        """The worker's result, or what went wrong."""
         try:
-            return self._build()(spec), None
+            return _Answer(self._build()(spec))
         except Exception as error:
             _log.exception("task failed")
-            return None, describe(error)
+            if breaks_device(error):
+                return _Answer(error=f"{WORKER_DIED}: {describe(error)}", is_broken=True)
+            return _Answer(error=describe(error), fault=blame(error))
 
     def _build(self) -> Worker:
         # Not in __init__: an exception there reaches the driver without its type.
@@ -125,13 +140,13 @@ class RayExecutor:
         done, _ = ray.wait(list(self._open), num_returns=1)
         task_id, actor = self._open.pop(done[0])
         try:
-            result, error = ray.get(done[0])
+            answer: _Answer = ray.get(done[0])
         except ray.exceptions.RayError as fault:
             _log.debug("task %d lost its worker", task_id, exc_info=True)
             self._idle.append(self._replace(actor))
             return Outcome(task_id, error=_cause(fault))
-        self._idle.append(actor)
-        return Outcome(task_id, result, error)
+        self._idle.append(self._replace(actor) if answer.is_broken else actor)
+        return Outcome(task_id, answer.result, answer.error, answer.fault)
 
     def shutdown(self) -> None:
         """Kills the actors, and Ray too where this executor started it."""

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from typing import Any
 
-from .base import MakeWorker, Outcome, Payload, describe
+from .base import MakeWorker, Outcome, Payload, blame, describe
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class SerialExecutor:
             return Outcome(task_id, self._worker(spec))
         except Exception as error:
             _log.debug("task %d failed", task_id, exc_info=True)
-            return Outcome(task_id, error=describe(error))
+            return Outcome(task_id, error=describe(error), fault=blame(error))
 
     def shutdown(self) -> None:
         """Drops the open tasks."""

@@ -113,6 +113,8 @@ class Driver:
     def _finish(self, outcome: Outcome) -> None:
         task, _ = self._open.pop(outcome.task_id)
         run = outcome.result
+        if outcome.fault is not None:
+            raise outcome.fault(f"{outcome.error}; the same command goes on from here")
         if isinstance(run, Run):
             self.seconds = run.seconds
             self._record(task, self.study.with_run(task.key, run), self._line(run))

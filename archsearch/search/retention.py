@@ -122,8 +122,10 @@ def measure_retention(
             )
         for _ in todo[start : start + executor.capacity]:
             result = executor.next_done()
-            verdict = judge(result, wanted)
             kept = maps[result.task_id]
+            if result.fault is not None:
+                raise result.fault(f"search.retention: {kept.source}: {result.error}")
+            verdict = judge(result, wanted)
             if verdict.reason is not None:
                 say(f"retention: {kept.source} failed: {verdict.reason}")
             maps[result.task_id] = replace(kept, metrics=verdict.metrics, reason=verdict.reason)

@@ -10,11 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from optuna.trial import FrozenTrial, TrialState
 
 from ..config import RunConfig
+from ..errors import ArchsearchError, EnvironmentFault
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY, Executor, Outcome
 from ..headmap import HeadMap
 from ..rundir import RunDir
@@ -28,6 +29,7 @@ from .stopping import Limit, never
 from .study import (
     INTERRUPTED,
     ORPHANED,
+    OUTSIDE,
     OpenTrial,
     RungStudy,
     describe_trials,
@@ -37,8 +39,10 @@ from .study import (
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-_UNCOUNTED = (ORPHANED, INTERRUPTED)
+_UNCOUNTED = (ORPHANED, INTERRUPTED, OUTSIDE)
 _MEMORY = (HOST_MEMORY, DEVICE_MEMORY)
+STARVED = 3
+"""Candidates in a row that ran out of memory even alone before it is held to be the machine's fault."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Rung:
         self._open: dict[int, tuple[OpenTrial, Job]] = {}
         self.history: list[Evaluated] = []
         """The candidates that are over."""
+        self._starved: list[int] = []
         self._busy = {job.candidate: job.head_map for job in jobs if job.head_map}
         self._known = {head_map.layers for head_map in self._busy.values()}
 
@@ -130,7 +135,9 @@ class Rung:
                 continue
             self._busy[candidate] = self._records.head_map(tries[-1])
             self._known.add(self._busy[candidate].layers)
-            if any(t.state != TrialState.FAIL for t in tries) or not self._may_retry(tries):
+            # More memory may be free than in the call that it failed in.
+            again = self._may_retry(tries) or _ran_out(tries)
+            if any(t.state != TrialState.FAIL for t in tries) or not again:
                 self._over(self._records.evaluated(tries))
             else:
                 self._retries.append(self._again(job, tries))
@@ -145,19 +152,19 @@ class Rung:
     def _may_retry(self, tries: Sequence[FrozenTrial]) -> bool:
         """Whether the failed tries of a candidate leave it another one."""
         reasons = [trial.user_attrs.get("reason", ORPHANED) for trial in tries]
-        if reasons[-1] in _UNCOUNTED:
+        if reasons[-1].startswith(_UNCOUNTED):
             return True
         if not tries[-1].user_attrs.get("retryable", False):
             return False
         # Out of memory is tried alone once, whatever the limit.
         limit = self._config.search.max_retries
         limit = max(1, limit) if reasons[-1].startswith(_MEMORY) else limit
-        return sum(reason not in _UNCOUNTED for reason in reasons) <= limit
+        return sum(not reason.startswith(_UNCOUNTED) for reason in reasons) <= limit
 
     def _again(self, job: Job, tries: Sequence[FrozenTrial]) -> Job:
         last = tries[-1]
         counted = [t.user_attrs.get("reason", "") for t in tries]
-        counted = [reason for reason in counted if reason not in _UNCOUNTED]
+        counted = [reason for reason in counted if not reason.startswith(_UNCOUNTED)]
         return replace(
             job,
             head_map=self._records.head_map(last),
@@ -260,13 +267,26 @@ class Rung:
             self._records.note(trial, spent=spent)
             if result.intervals:
                 self._records.note(trial, intervals=result.intervals)
-        if verdict.reason is None:
+        if outcome.fault is not None:
+            self._leave(trial, job, str(outcome.error), outcome.fault)
+        elif verdict.reason is None:
             self._complete(trial, job, verdict)
         else:
             self._fail(trial, job, verdict)
 
+    def _leave(
+        self, trial: OpenTrial, job: Job, error: str, fault: type[ArchsearchError]
+    ) -> NoReturn:
+        """Ends the run over what is no fault of the candidate, which the next call evaluates again."""
+        self._records.note(trial, reason=f"{OUTSIDE}: {error}")
+        self._records.end(trial, TrialState.FAIL)
+        raise fault(
+            f"candidate {job.candidate} ({job.method}): {error}; the same command evaluates it again"
+        )
+
     def _complete(self, trial: OpenTrial, job: Job, verdict: Verdict) -> None:
         search, metrics = self._config.search, verdict.metrics
+        self._starved.clear()
         self._records.note(trial, metrics=dict(metrics))
         violations = [violation(bound, metrics[bound.metric]) for bound in search.constraints]
         if violations:
@@ -303,8 +323,21 @@ class Rung:
         )
         if again:
             self._retries.append(self._again(self._jobs[job.candidate], tries))
-        else:
-            self._over(self._records.evaluated(tries))
+            return
+        self._over(self._records.evaluated(tries))
+        if job.alone and verdict.reason.startswith(_MEMORY):
+            self._starved.append(job.candidate)
+            if len(self._starved) == STARVED:
+                named = ", ".join(map(str, self._starved))
+                raise EnvironmentFault(
+                    f"candidates {named} ran out of memory one after the other, each alone ({verdict.reason}); once "
+                    "there is more, the same command tries them again"
+                )
+
+
+def _ran_out(tries: Sequence[FrozenTrial]) -> bool:
+    """Whether it was too little memory that a candidate failed by."""
+    return str(tries[-1].user_attrs.get("reason", "")).startswith(_MEMORY)
 
 
 def judge(outcome: Outcome, wanted: Sequence[str]) -> Verdict:

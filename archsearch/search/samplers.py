@@ -6,11 +6,13 @@ A sampler that kept one random stream would replay its first points when a run i
 from __future__ import annotations
 
 import hashlib
+import logging
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
@@ -25,7 +27,7 @@ from optuna.samplers import (
 )
 from optuna.trial import FrozenTrial, Trial
 
-from ..errors import EnvironmentFault
+from ..errors import FieldFault
 
 VIOLATIONS = "constraints"
 """User attribute with one number a constraint; a trial is feasible if it is there and none is positive."""
@@ -68,16 +70,34 @@ def _nsga3(trials: int, options: dict[str, Any]) -> BaseSampler:
         return NSGAIIISampler(population_size=_population(trials), **options)
 
 
-def _gp(trials: int, options: dict[str, Any]) -> BaseSampler:
-    missing = [name for name in ("scipy", "torch") if find_spec(name) is None]
-    if missing:
-        raise EnvironmentFault(
+def require_packages(name: str) -> None:
+    """Raises FieldFault where a sampler's packages are not installed."""
+    wanted = ("scipy", "torch") if name == "gp" else ()
+    if missing := [package for package in wanted if find_spec(package) is None]:
+        raise FieldFault(
             f"search.sampler: gp needs {' and '.join(missing)}, which are not installed; "
             "allowed without: tpe, nsga2, nsga3, random, and guided with representation groups or free"
         )
+
+
+class _QuietGP(GPSampler):
+    """Without numpy's warning where one point is so good that Optuna has no weights for others to start from: it takes none."""
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """As GPSampler."""
+        with np.errstate(invalid="ignore"):
+            return super().sample_relative(study, trial, search_space)
+
+
+def _gp(trials: int, options: dict[str, Any]) -> BaseSampler:
+    require_packages("gp")
+    # It says in the middle of a search that greenlet would make it faster, and at each proposal that it has converged.
+    logging.getLogger("optuna._gp").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return GPSampler(n_startup_trials=min(10, max(1, trials // 4)), **options)
+        return _QuietGP(n_startup_trials=min(10, max(1, trials // 4)), **options)
 
 
 def _random(trials: int, options: dict[str, Any]) -> BaseSampler:

@@ -38,6 +38,8 @@ from .storage import (
 
 ORPHANED = "orphaned"
 INTERRUPTED = "interrupted"
+OUTSIDE = "not its fault"
+"""Reasons, or how they begin, of a try that ended for no reason of its candidate's: it does not count."""
 PRUNED_AFTER = "pruned_after"
 """User attribute of a trial that was never begun: the tokens after which its candidate did not go on."""
 STOPPED, SECONDS = "stopped", "seconds"

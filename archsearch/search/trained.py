@@ -93,7 +93,9 @@ def _load(student: HydraHeadForCausalLM, path: Path, *, trunk: bool) -> int:
     except EnvironmentFault:
         raise
     except Exception as error:  # safetensors raises many kinds, all of which mean a bad file
-        raise EnvironmentFault(f"{path}: cannot be read ({error!r})") from error
+        raise EnvironmentFault(
+            f"{path}: cannot be read ({error!r}); without it the candidate is trained from its beginning"
+        ) from error
 
 
 def _halves(student: HydraHeadForCausalLM, trainable: Any) -> dict[str, Tensor]:

@@ -281,7 +281,7 @@ class TrialWorker:
         }
         marks = self._train_dir / STARTS_FILE
         if self.config.distill.packed and marks.exists():
-            starts = np.load(marks, mmap_mode="r")
+            starts = _read_tokens(marks)
             prompts = None if rows is None else Packed(rows)
             return packed_batches(Packed(text, starts), prompts, **options)
         return training_batches(text, rows, **options)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from archsearch.config import ExecutionConfig
-from archsearch.errors import EnvironmentFault
-from archsearch.execution.base import Executor
+from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.execution.base import Executor, Outcome, blame, describe
 from archsearch.execution.choice import EXECUTORS, open_executor
 from archsearch.execution.ray_executor import RayExecutor
 from archsearch.execution.serial import SerialExecutor
@@ -52,6 +52,51 @@ def test_an_exception_is_an_outcome_and_the_worker_lives_on(executor: Executor) 
     assert executor.next_done().error == "host out of memory"
     executor.submit(3, 1)
     assert executor.next_done().result == 11
+
+
+def test_what_no_task_is_to_blame_for_is_told_apart(executor: Executor) -> None:
+    executor.submit(1, "gone")
+    gone = executor.next_done()
+    assert gone.fault is EnvironmentFault
+    assert "train.npy" in str(gone.error)
+    executor.submit(2, "config")
+    assert executor.next_done() == Outcome(2, None, "harness.tasks: no such task", ConfigError)
+    for task, spec in ((3, "raise"), (4, "memory")):
+        executor.submit(task, spec)
+        assert executor.next_done().fault is None
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (OSError(28, "No space left on device"), EnvironmentFault),
+        (
+            RuntimeError("Error while serializing: I/O error: No space left on device"),
+            EnvironmentFault,
+        ),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), EnvironmentFault),
+        (ModuleNotFoundError("No module named 'lm_eval'"), EnvironmentFault),
+        (RuntimeError("CUDA error: out of memory"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (ValueError("broken"), None),
+    ],
+)
+def test_who_is_to_blame(error: Exception, fault: type[Exception] | None) -> None:
+    assert blame(error) is fault
+    if fault is None and "CUDA" in str(error):
+        assert describe(error).startswith("out of memory: ")
+
+
+def test_ray_replaces_a_worker_whose_gpu_is_of_no_more_use(shared_ray: None) -> None:
+    executor = RayExecutor(Calculator, PAYLOAD, workers=1, threads=1)
+    before = executor.pids()
+    executor.submit(1, "device")
+    outcome = executor.next_done()
+    assert outcome.fault is None
+    assert str(outcome.error).startswith("worker died: RuntimeError: CUDA error: an illegal")
+    assert executor.pids() != before
+    executor.shutdown()
 
 
 def test_waiting_for_nothing_is_an_error(executor: Executor) -> None:

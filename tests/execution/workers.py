@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from archsearch.errors import EnvironmentFault
+from archsearch.errors import ConfigError, EnvironmentFault
 
 
 class Calculator:
@@ -25,6 +25,12 @@ class Calculator:
                 raise ValueError("a bad\nspec")
             case "memory":
                 raise MemoryError
+            case "gone":
+                raise FileNotFoundError(2, "No such file or directory", "train.npy")
+            case "config":
+                raise ConfigError("harness.tasks: no such task")
+            case "device":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "calls":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from archsearch.errors import EnvironmentFault
 from archsearch.execution.serial import SerialExecutor
 from archsearch.fidelity.driver import CHECKPOINT_SECONDS, Driver, Task, tasks_of
 from archsearch.fidelity.records import LongSpec, Run, Study
@@ -125,6 +126,17 @@ def test_a_map_that_keeps_failing_is_written_down(
     mended = driver(after, again, tmp_path).train(tasks_of(study.subjects, 0))
     assert not mended.failures
     assert len(again.calls) == 1
+
+
+def test_a_file_that_is_gone_is_no_maps_fault(study: Study, tmp_path: Path) -> None:
+    class Losing(Worker):
+        def __call__(self, spec: LongSpec) -> Run:
+            raise FileNotFoundError(2, "No such file or directory", "train.npy")
+
+    lost = driver(study, Losing(), tmp_path)
+    with pytest.raises(EnvironmentFault, match=r"train\.npy.*; the same command goes on from here"):
+        lost.train(tasks_of(study.subjects, 0))
+    assert not lost.study.failures
 
 
 def test_no_map_is_begun_that_would_not_end_in_time(study: Study, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ class FakeWorker:
             weights.parent.mkdir(exist_ok=True)
             weights.touch()
         match fault:
+            case "gone":
+                raise FileNotFoundError(2, "No such file or directory", "train.npy")
             case "raise":
                 raise ValueError("broken")
             case "die":

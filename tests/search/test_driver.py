@@ -120,6 +120,34 @@ def test_out_of_memory_is_tried_once_more_without_retries(tmp_path: Path) -> Non
     assert [f.candidate for f in outcome.rungs[0].failures] == [4]
 
 
+def test_what_is_no_candidates_fault_ends_the_run_and_costs_no_try(tmp_path: Path) -> None:
+    config, faults = fake_config(max_retries=0), {"3": ["gone", "gone"], "5": ["nan"]}
+    for _ in range(2):
+        with pytest.raises(
+            EnvironmentFault, match=r"^candidate 3 \(random\): .*train\.npy.*again$"
+        ):
+            fake_search(config, tmp_path, faults=faults)
+    assert all(trial.state.is_finished() for trial in trials_of(tmp_path))
+    outcome = fake_search(config, tmp_path, faults=faults)
+    assert_exact(outcome, tmp_path, 8)
+    assert [f.candidate for f in outcome.rungs[0].failures] == [5]
+    tries = [t for t in trials_of(tmp_path) if t.user_attrs["candidate"] == 3]
+    assert [t.user_attrs.get("reason", "")[:13] for t in tries] == ["not its fault"] * 2 + [""]
+    whole = fake_search(config, tmp_path / "whole", faults={"5": ["nan"]})
+    assert front_of(outcome) == front_of(whole)
+
+
+def test_memory_that_nothing_is_left_of_is_the_machines_fault(tmp_path: Path) -> None:
+    """Two in a row may be large; those of an earlier call are tried again alone, since more may be free."""
+    config = fake_config(max_retries=0)
+    faults = {str(number): ["memory", "memory"] for number in (2, 3, 4)}
+    with pytest.raises(EnvironmentFault, match=r"^candidates 2, 3, 4 ran out of memory one after"):
+        fake_search(config, tmp_path, faults=faults)
+    outcome = fake_search(config, tmp_path, faults=faults)
+    assert_exact(outcome, tmp_path, 8)
+    assert outcome.failed == 0
+
+
 def test_same_seed_same_front_and_more_trials_extend_it(tmp_path: Path) -> None:
     first = fake_search(fake_config(), tmp_path / "a")
     second = fake_search(fake_config(), tmp_path / "b")

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from archsearch.config import RunConfig
-from archsearch.errors import ConfigError
+from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.headmap import HeadMap
 from archsearch.rundir import RunDir
 from archsearch.search.driver import needed_scores
 from archsearch.search.outcome import SearchOutcome
+from archsearch.search.records import TrialResult, TrialSpec
 from archsearch.search.retention import (
     FOUND,
     RETENTION_FILE,
@@ -23,7 +24,7 @@ from archsearch.search.retention import (
     compared_maps,
     read_retention,
 )
-from tests.search.fakes import SCORES, SHAPE, fake_config, fake_search, read_log
+from tests.search.fakes import SCORES, SHAPE, FakeWorker, fake_config, fake_search, read_log
 
 OPTIONS = {"prompts": 12, "fa_share": 0.25, "random_maps": 2}
 SEARCH: dict[str, Any] = {"proxy_tokens": [0, 100], "retention": OPTIONS}
@@ -142,3 +143,16 @@ def test_a_retention_comes_back_as_it_was() -> None:
     assert Retention.from_json(json.loads(json.dumps(found.to_json()))) == found
     with pytest.raises(ValueError, match="malformed"):
         Retention.from_json({"schema": 1, "maps": [{}]})
+
+
+def test_a_file_that_is_gone_is_no_maps_fault(tmp_path: Path) -> None:
+    class Losing(FakeWorker):
+        def __call__(self, spec: TrialSpec) -> TrialResult:
+            if spec.retention:
+                raise FileNotFoundError(2, "No such file or directory", "train.npy")
+            return super().__call__(spec)
+
+    with pytest.raises(EnvironmentFault, match=r"^search\.retention: teacher: .*train\.npy"):
+        search(tmp_path, worker=Losing)
+    assert not (tmp_path / RETENTION_FILE).exists()
+    search(tmp_path)

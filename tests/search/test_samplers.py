@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
 from typing import get_args
 
 import optuna
@@ -62,11 +65,23 @@ def test_a_sampler_chooses_what_it_can() -> None:
                     SearchConfig.model_validate(data)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 def test_gp_chooses_within_range() -> None:
     points = fill("gp", 0, trials=6)
     assert len(points) == 6
     assert all(2 <= point["fa_heads"] <= 30 for point in points)
+
+
+def test_gp_says_nothing_of_what_would_make_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[logging.LogRecord]()
+    listener = logging.Handler()
+    monkeypatch.setattr(listener, "emit", said.append)
+    logging.getLogger("optuna").addHandler(listener)
+    make_sampler("gp", 0, trials=8, constrained=False)
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    monkeypatch.delitem(sys.modules, "optuna._gp.batched_lbfgsb", raising=False)
+    importlib.import_module("optuna._gp.batched_lbfgsb")
+    logging.getLogger("optuna").removeHandler(listener)
+    assert not said
 
 
 def test_gp_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
