@@ -16,6 +16,7 @@ from archsearch.headmap import ModelShape
 from archsearch.models.teacher import TeacherInfo
 from archsearch.plan import (
     STAGES,
+    Done,
     Plan,
     duration,
     make_plan,
@@ -105,6 +106,31 @@ def test_plan_has_every_stage_and_leaves_out_the_finished(run_config: Path) -> N
     assert [stage.name for stage in whole.stages] == list(STAGES)
     assert rest.seconds < whole.seconds
     assert sum("done" in line for line in rest.lines()) == 3
+
+
+def test_what_is_done_of_a_stage_is_neither_estimated_nor_hidden(run_config: Path) -> None:
+    config = load_config(run_config, ["scoring.methods=[restoration]"])
+    whole = make_plan(config, INFO, rate_flops=RATE)
+    done = Done(aligned=0.25, scored=["causal", "restoration"])
+    rest = make_plan(config, INFO, rate_flops=RATE, done=done)
+    was, now = stage_seconds(whole), stage_seconds(rest)
+    assert now["supernet"] == pytest.approx(0.75 * was["supernet"])
+    assert 0 < now["scores"] < was["scores"]
+    everything = Done(scored=["causal", "replacement_kl", "restoration"])
+    assert stage_seconds(make_plan(config, INFO, rate_flops=RATE, done=everything))["scores"] == 0
+    said = "\n".join(rest.lines())
+    assert "twins aligned on 1,024 tokens, 25% done" in said
+    assert "by causal (done), replacement_kl, restoration (done), on" in said
+
+
+def test_minutes_bound_the_estimate_of_a_search(run_config: Path) -> None:
+    seconds = [
+        stage_seconds(make_plan(load_config(run_config, options), INFO, rate_flops=RATE))["search"]
+        for options in ([], ["search.max_minutes=0.5"])
+    ]
+    # Beside the workers' start.
+    assert seconds[0] - seconds[1] > 60
+    assert seconds[1] < 30 + 100
 
 
 def test_a_plan_up_to_the_scores_has_no_search_in_it(run_config: Path) -> None:

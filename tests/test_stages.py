@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from archsearch import stages
 from archsearch.configfile import load_config
@@ -17,7 +19,7 @@ from archsearch.pipeline import run_stages
 from archsearch.rundir import RunDir
 from archsearch.scoring.pairs import draw_pairs
 from archsearch.search.trial import TEACHER_LOGITS
-from archsearch.stages import STAGE_WORK, RunContext
+from archsearch.stages import CHECKPOINT_FILE, STAGE_WORK, RunContext, aligned_share
 
 
 def test_what_candidates_share_goes_with_the_search_and_stays_while_it_can_go_on(
@@ -80,3 +82,15 @@ def test_seeds_differ_by_purpose_and_follow_the_config(run_config: Path, tmp_pat
     other = RunContext(load_config(run_config, ["seed=9"]), RunDir(tmp_path))
     assert context.seed("train") == context.seed("train")
     assert len({context.seed("train"), context.seed("heldout"), other.seed("train")}) == 3
+
+
+def test_how_far_an_alignment_came_is_read_off_its_checkpoint(
+    run_config: Path, tmp_path: Path
+) -> None:
+    config, run_dir = load_config(run_config, []), RunDir(tmp_path)
+    assert aligned_share(run_dir, config) == 0
+    save_file({"a": torch.zeros(1)}, tmp_path / CHECKPOINT_FILE, metadata={"step": "4"})
+    # A batch of 128 tokens is one sequence of 96.
+    assert aligned_share(run_dir, config) == 4 * 96 / 1024
+    (tmp_path / CHECKPOINT_FILE).write_text("{")
+    assert aligned_share(run_dir, config) == 0
