@@ -71,8 +71,9 @@ def find(run_dir: RunDir, choice: Choice, shape: ModelShape) -> Chosen:
                 return _of_point(pareto, point)
         return _evaluated(run_dir, choice.candidate, shape)
     if not points:
+        why = pareto.get("unmet") or "no head map was evaluated"
         raise ConfigError(
-            f"{run_dir.path}: the front is empty; allowed: --candidate with a number of the report, --head-map"
+            f"{run_dir.path}: the front is empty, {why}; allowed: --candidate with a number of the report, --head-map"
         )
     if choice.fa_share is not None:
         return _of_point(pareto, _at_share(points, pareto["objectives"], choice.fa_share))

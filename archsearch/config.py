@@ -205,6 +205,12 @@ class ConstraintConfig(Section):
             raise ValueError("a constraint needs min, max or both")
         return self
 
+    @property
+    def text(self) -> str:
+        """The bound in words."""
+        ends = (("at least", self.min), ("at most", self.max))
+        return f"{self.metric} {' and '.join(f'{word} {end:.6g}' for word, end in ends if end is not None)}"
+
 
 class SeedConfig(Section):
     """Baselines evaluated before the sampler proposes anything; each is tagged with its method."""

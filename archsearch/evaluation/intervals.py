@@ -1,7 +1,9 @@
 """Confidence intervals of metrics by the bootstrap: sequences or prompts are drawn anew with replacement.
 
 Percentiles of the resampled figures (Efron, 1979). They say how much a figure depends on which text and which prompts
-were drawn, not how much it would differ after another training.
+were drawn, not how much it would differ after another training. Prompts that are all answered, or none, look the same however
+they are drawn anew: the share that is answered is drawn from its posterior under Jeffreys' prior instead (Brown, Cai and
+DasGupta, 2001), so that few prompts are never certain.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Bootstrap:
     def of_sequences(self, values: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
         """Intervals of the means of values, one a sequence; all sequences are of one length."""
         return {
-            name: self._interval(self._ratios(np.asarray(own), np.ones(len(own))))
+            name: self._interval(
+                self._ratios(np.asarray(own), np.ones(len(own))), float(np.mean(own))
+            )
             for name, own in values.items()
         }
 
@@ -43,7 +47,7 @@ class Bootstrap:
             )
             samples[place] = {
                 "nll": self._ratios(nll, tokens, stream),
-                "match": self._ratios(match, np.ones(len(own)), stream),
+                "match": self._shares(match, stream),
             }
         named = [
             name_figures(
@@ -54,8 +58,11 @@ class Bootstrap:
             )
             for i in range(self._resamples)
         ]
-        names = named[0] if samples else {}
-        return {name: self._interval(np.array([row[name] for row in named])) for name in names}
+        measured = summarize(found) if samples else {}
+        return {
+            name: self._interval(np.array([row[name] for row in named]), value)
+            for name, value in measured.items()
+        }
 
     def _ratios(self, values: Samples, weights: Samples, stream: int = 0) -> Samples:
         """Sum of values over sum of weights, of each resample; streams are independent of each other."""
@@ -64,10 +71,18 @@ class Bootstrap:
         ratios: Samples = values[chosen].sum(1) / weights[chosen].sum(1)
         return ratios
 
-    def _interval(self, samples: Samples) -> Interval:
+    def _shares(self, match: Samples, stream: int) -> Samples:
+        """The share of prompts that are answered, of each resample; match is 1 where one is, else 0."""
+        rng = np.random.default_rng([self._seed, stream, 1])
+        hits = match.sum()
+        shares: Samples = rng.beta(hits + 0.5, len(match) - hits + 0.5, size=self._resamples)
+        return shares
+
+    def _interval(self, samples: Samples, value: float) -> Interval:
+        """The percentiles, and what was measured within them."""
         outside = (1 - self._confidence) / 2
         low, high = np.quantile(samples, [outside, 1 - outside])
-        return float(low), float(high)
+        return float(min(low, value)), float(max(high, value))
 
 
 class MeasureWithIntervals:

@@ -98,6 +98,7 @@ def _lead(summary: RunSummary) -> str:
         f"{source}: {counts['search']} maps found by the search, {counts['seed']} seeds and "
         f"{counts['random']} of the random control, after {rung.proxy_tokens:,} distillation tokens; "
         f"objectives: {goals}."
+        + (f" The front is empty: {summary.unmet}." if summary.unmet else "")
     )
 
 

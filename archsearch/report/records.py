@@ -15,6 +15,9 @@ from .score_records import ScoreFiles
 Group = Literal["search", "seed", "random"]
 """Found by the sampler, supplied as a baseline, or part of the random control."""
 
+OUTSIDE = "outside search.constraints"
+"""Said of candidates that miss a bound."""
+
 COST_METRICS = ("cache_bytes", "fa_share")
 """Metrics that say what a head map costs; the others say how good it is."""
 
@@ -131,6 +134,8 @@ class Candidate:
     """Other seed methods that chose the same map."""
     intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Lower and upper end of metrics of the final stage."""
+    feasible: bool = True
+    """Whether it meets search.constraints."""
 
     def shown(self, metric: str) -> str:
         """A metric in words, with its interval; empty where it was not measured."""
@@ -148,7 +153,8 @@ class Candidate:
     def label(self) -> str:
         """`#12 causal score`, as captions call it."""
         titles = [METHOD_TITLES.get(method, method) for method in (self.method, *self.also)]
-        return f"#{self.candidate} {' = '.join(titles)}"
+        outside = "" if self.feasible else f", {OUTSIDE}"
+        return f"#{self.candidate} {' = '.join(titles)}{outside}"
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,8 @@ class RunSummary:
     """Candidates that did not go on to a proxy of so many tokens."""
     stops: tuple[str, ...] = ()
     """What ended the search before all candidates were begun."""
+    unmet: str | None = None
+    """How near the last rung's candidates came to the constraints, where none meets them."""
     stages: tuple[dict[str, Any], ...] = ()
     methods: tuple[dict[str, Any], ...] = ()
     """Seconds of each scoring method."""

@@ -41,6 +41,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         failures=tuple(_failures(outcome)),
         pruned=tuple(_pruned(outcome)),
         stops=tuple(outcome.stops()),
+        unmet=outcome.last.unmet if rungs else None,
         stages=tuple(stages),
         methods=tuple(methods),
         scores=scores,
@@ -92,6 +93,7 @@ def _rung(rung: RungOutcome) -> Rung:
             also=c.also,
             intervals=c.intervals,
             on_front=_group(c) != "random" and c.candidate in on_front,
+            feasible=c.feasible,
         )
         for c in (*rung.search, *rung.control)
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .records import (
     MAIN_METRICS,
     METHOD_TITLES,
+    OUTSIDE,
     Candidate,
     Objective,
     Rung,
@@ -60,6 +61,8 @@ def hypervolume_table(summary: RunSummary) -> Table:
         " ".join(
             [
                 "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
+                *["Each row has a box of its own: compare within a row."] * (len(rows) > 1),
+                *([f"The front is empty: {summary.unmet}."] if summary.unmet else []),
                 *(f"The {stop}." for stop in summary.stops),
             ]
         ),
@@ -74,7 +77,7 @@ def _volume(rung: Rung, key: str) -> str:
 def share_table(summary: RunSummary, rung: Rung) -> Table:
     """Each seed method beside the best found maps of at most the same FA share: a column a share."""
     objective, cost = summary.quality, "fa_share"
-    scored = [c for c in rung.candidates if {cost, objective.metric} <= c.metrics.keys()]
+    scored = _comparable(rung, {cost, objective.metric})
     seeds = [c for c in scored if c.group == "seed" and 0 < c.head_map.fa_share < 1]
     levels = _levels(c.metrics[cost] for c in seeds)
     lines: dict[str, list[Candidate | None]] = {}
@@ -103,9 +106,19 @@ def share_table(summary: RunSummary, rung: Rung) -> Table:
             (title, *(_cell(c, objective.metric) for c in line)) for title, line in lines.items()
         ),
         f"{objective.metric} ({'smaller' if objective.minimize else 'larger'} is better) and the cache; "
-        "the last rows take the best map of at most that share.",
+        f"the last rows take the best map of at most that share.{_left_out(rung)}",
         frozenset(strong),
     )
+
+
+def _comparable(rung: Rung, metrics: set[str]) -> list[Candidate]:
+    """The candidates that meet the constraints and have these metrics."""
+    return [c for c in rung.candidates if c.feasible and metrics <= c.metrics.keys()]
+
+
+def _left_out(rung: Rung) -> str:
+    count = sum(not c.feasible for c in rung.candidates)
+    return f" Left out: {count} candidates {OUTSIDE}." if count else ""
 
 
 def _levels(values: Iterable[float]) -> list[float]:
@@ -141,7 +154,7 @@ def _cell(c: Candidate | None, metric: str) -> str:
 def cache_table(summary: RunSummary, rung: Rung) -> Table:
     """Each seed beside the best found map that needs no more cache than it."""
     objective = summary.quality
-    scored = [c for c in rung.candidates if {"cache_bytes", objective.metric} <= c.metrics.keys()]
+    scored = _comparable(rung, {"cache_bytes", objective.metric})
     rows: list[tuple[str, ...]] = []
     strong: set[tuple[int, int]] = set()
     for seed in sorted(scored, key=lambda c: -c.metrics["cache_bytes"]):
@@ -171,7 +184,7 @@ def cache_table(summary: RunSummary, rung: Rung) -> Table:
         f"Best found at no more cache than each seed, {after(rung)}",
         ("seed", "FA share", "cache", objective.metric, "search, best", "candidate"),
         tuple(rows),
-        "Equal head counts hide cost under grouped-query attention; this compares at equal memory.",
+        f"Equal head counts hide cost under grouped-query attention; this compares at equal memory.{_left_out(rung)}",
         frozenset(strong),
     )
 
@@ -204,7 +217,7 @@ def _candidate_table(candidates: Sequence[Candidate], title: str, metrics: Seque
     rows = tuple(
         (
             str(c.candidate),
-            METHOD_TITLES.get(c.method, c.method),
+            METHOD_TITLES.get(c.method, c.method) + ("" if c.feasible else f", {OUTSIDE}"),
             *(c.shown(m) for m in metrics),
         )
         for c in candidates

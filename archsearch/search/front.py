@@ -218,11 +218,11 @@ class Fronts:
             },
         }
 
-    def lines(self) -> list[str]:
-        """The summary that a run prints."""
+    def lines(self, length: str) -> list[str]:
+        """The summary that a run prints; length says in words how long the candidates were trained."""
         volumes = self.hypervolumes()
         own = sum(c.source == SEARCH for c in self.points)
-        text = f"front: {len(self.points)} points of {self.evaluated}, {own} that no seed supplied"
+        text = f"front: {len(self.points)} points of {self.evaluated} ({length}), {own} that no seed supplied"
         parts = [f"front {volumes['front']:.4f}", f"seeds alone {volumes['seeds']:.4f}"]
         if self.control:
             parts.append(f"random search {volumes['random']:.4f}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import RunConfig
+from ..config import ConstraintConfig, RunConfig
 from ..headmap import ModelShape
 from ..rundir import RunDir
 from .front import CONTROL, Candidate, Fronts
+from .space import violation
 from .stopping import Stop
 from .storage import find_storage
 from .study import (
@@ -41,6 +43,21 @@ class RungOutcome:
     """Why fewer candidates were begun than were wanted, where that is so."""
     control_stop: Stop | None = None
     """The same of the random control, which may have no more candidates than the search had."""
+    constraints: tuple[ConstraintConfig, ...] = ()
+
+    @property
+    def unmet(self) -> str | None:
+        """How near the search's candidates came to the constraints, where none of them meets all; else None."""
+        if not self.search or any(c.feasible for c in self.search):
+            return None
+        return f"no head map meets search.constraints: {'; '.join(self._misses())}"
+
+    def _misses(self) -> Iterator[str]:
+        for bound in self.constraints:
+            values = [c.metrics[bound.metric] for c in self.search if bound.metric in c.metrics]
+            met = sum(violation(bound, value) <= 0 for value in values)
+            nearest = min(values, key=lambda value: violation(bound, value), default=math.nan)
+            yield f"{bound.text} met by {met} of {len(self.search)}, the nearest has {nearest:.6g}"
 
     @property
     def length(self) -> str:
@@ -125,7 +142,9 @@ class SearchOutcome:
         """The front's size, the hypervolumes and what ended the search at each length, as a run prints them."""
         missed = [rung.length for rung in self.rungs[self.rungs.index(self.last) + 1 :]]
         front = [f"no result at {', '.join(missed)}: the front is from before ({self.last.length})"]
-        return [*self.fronts.lines(), *(rung.end for rung in self.rungs), *front * bool(missed)]
+        unmet = [self.last.unmet] if self.last.unmet else []
+        ends = [rung.end for rung in self.rungs]
+        return [*self.fronts.lines(self.last.length), *unmet, *ends, *front * bool(missed)]
 
     def stops(self) -> list[str]:
         """What ended rungs before all of their candidates were begun; of the random control only what did not end the search."""
@@ -162,6 +181,7 @@ def collect(config: RunConfig, tokens: int, studies: Sequence[RungStudy | None])
         config.search.final.confidence if tokens == config.search.final.tokens else None,
         stops[0],
         stops[1],
+        config.search.constraints,
     )
 
 
@@ -219,8 +239,10 @@ def write_outcome(run_dir: RunDir, outcome: SearchOutcome) -> None:
     )
     for point in outcome.fronts.points:
         run_dir.write_json(f"front/{point.candidate}.json", point.head_map.to_json())
-    pareto, confidence = outcome.fronts.to_json(), outcome.last.confidence
-    run_dir.write_json("pareto.json", pareto | ({"confidence": confidence} if confidence else {}))
+    last = outcome.last
+    also = {"confidence": last.confidence, "unmet": last.unmet}
+    said = {name: value for name, value in also.items() if value}
+    run_dir.write_json("pareto.json", outcome.fronts.to_json() | said)
     kept = {f"{point.candidate}.json" for point in outcome.fronts.points}
     for old in (run_dir / "front").glob("*.json"):
         if old.name not in kept:

@@ -72,6 +72,20 @@ def test_answers_have_intervals_of_all_their_metrics() -> None:
     assert Bootstrap(400, 0.95, seed=3).of_answers(found) != ends
 
 
+@pytest.mark.parametrize(("count", "expected"), [(8, 0.74), (64, 0.962), (512, 0.995)])
+def test_prompts_that_are_all_answered_are_not_certain(count: int, expected: float) -> None:
+    """The lower end of 95% is Jeffreys'."""
+    bootstrap = Bootstrap(4000, 0.95, seed=0)
+    all_right = {Place("single"): [Answer(0.1, 1, True)] * count}
+    low, high = bootstrap.of_answers(all_right)["niah_single_match"]
+    assert low == pytest.approx(expected, abs=0.02)
+    assert high == 1
+    low, high = bootstrap.of_answers({Place("single"): [Answer(9.0, 1, False)] * count})[
+        "niah_single_match"
+    ]
+    assert (low, 1 - high) == (0, pytest.approx(expected, abs=0.02))
+
+
 def test_no_answers_have_no_intervals() -> None:
     assert Bootstrap(10, 0.95, seed=0).of_answers({}) == {}
 

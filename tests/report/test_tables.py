@@ -93,6 +93,20 @@ def test_cache_table_never_takes_a_dearer_map() -> None:
     assert costs[number] <= costs[1]
 
 
+def test_maps_outside_the_constraints_are_no_bests_and_said_to_be_left_out() -> None:
+    rung = made_rung()
+    summary = made_summary()
+    best = min((c for c in rung.candidates if c.group == "search"), key=lambda c: c.metrics["kl"])
+    whole = share_table(summary, rung).rows + cache_table(summary, rung).rows
+    outside = tuple(replace(c, feasible=c is not best) for c in rung.candidates)
+    for table in (share_table, cache_table):
+        found = table(summary, replace(rung, candidates=outside))
+        assert "Left out: 1 candidates outside search.constraints." in found.note
+        assert "Left out" not in table(summary, rung).note
+    changed = replace(rung, candidates=outside)
+    assert share_table(summary, changed).rows + cache_table(summary, changed).rows != whole
+
+
 def test_hypervolume_table_has_a_row_a_rung() -> None:
     table = hypervolume_table(made_summary())
     assert [row[0] for row in table.rows] == ["0", "4,096"]

@@ -349,6 +349,21 @@ def serial(folder: Path) -> Any:
     return SerialExecutor(FakeWorker, {"log": str(folder / "calls.jsonl")})
 
 
+def test_bounds_that_no_map_meets_are_named_with_the_nearest_value(tmp_path: Path) -> None:
+    limits = [{"metric": "kl", "max": 1e-6}, {"metric": "fa_share", "max": 0.9}]
+    outcome = fake_search(fake_config(constraints=limits), tmp_path)
+    assert not outcome.fronts.points
+    assert outcome.last.unmet is not None
+    said = outcome.last.unmet
+    count, values = len(outcome.last.search), [c.metrics for c in outcome.last.search]
+    nearest = min(row["kl"] for row in values)
+    assert said.startswith(
+        f"no head map meets search.constraints: kl at most 1e-06 met by {sum(row['kl'] <= 1e-6 for row in values)} of {count}, the nearest has {nearest:.6g}; "
+    )
+    assert f"; fa_share at most 0.9 met by {count - 1} of {count}, the nearest has " in said
+    assert said in outcome.summary
+
+
 def test_constraints_keep_maps_off_the_front_and_out_of_the_search(tmp_path: Path) -> None:
     limits = [{"metric": "fa_share", "max": 0.5}, {"metric": "kl", "max": 12.0}]
     outcome = fake_search(fake_config(constraints=limits), tmp_path)

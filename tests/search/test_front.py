@@ -82,11 +82,14 @@ def test_fronts_compare_search_seeds_and_control() -> None:
     fronts = Fronts.of([KL, MATCH], search, control, proxy_tokens=7)
     volumes = fronts.hypervolumes()
     assert volumes["front"] > volumes["seeds"] > volumes["random"] > 0
-    assert fronts.lines()[1].startswith(f"hypervolume: front {volumes['front']:.4f}, seeds alone ")
+    assert fronts.lines("untrained")[1].startswith(
+        f"hypervolume: front {volumes['front']:.4f}, seeds alone "
+    )
     promoted, drawn = going_on(fronts)
     assert [c.candidate for c in promoted] == [0, 1, 2]
     assert [c.source for c in drawn] == [CONTROL, CONTROL]
-    assert fronts.lines()[0] == "front: 2 points of 3, 1 that no seed supplied"
+    said = fronts.lines("untrained")[0]
+    assert said == "front: 2 points of 3 (untrained), 1 that no seed supplied"
     data = json.loads(json.dumps(fronts.to_json(), allow_nan=False))
     assert data["objectives"][1] == {"metric": "niah_multikey_match", "direction": "maximize"}
     assert [p["source"] for p in data["points"]] == ["causal", "search"]
