@@ -112,8 +112,12 @@ def find_storage(config: RunConfig, run_dir: RunDir) -> RDBStorage | None:
     file = sqlite_file(url)
     if file is None or file.exists():
         return open_storage(url)
-    if run_dir.stage("search") is not None:
-        raise EnvironmentFault(f"{file}: missing; it holds the trials of this run")
+    from_elsewhere = not file.is_absolute() and run_dir.has_trials()
+    if from_elsewhere or run_dir.stage("search") is not None:
+        where = "; its path counts from the folder that the run was started in" * from_elsewhere
+        raise EnvironmentFault(
+            f"{file.absolute()}: missing; it holds the trials of this run{where}"
+        )
     return None
 
 

@@ -16,8 +16,9 @@ from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.passwords import hide_passwords, shown_config
 from archsearch.rundir import RunDir
 from archsearch.search import storage
+from archsearch.search.outcome import read_outcome
 from archsearch.search.storage import check_storage, keep_password, open_storage, storage_url
-from tests.search.fakes import fake_config
+from tests.search.fakes import SHAPE, fake_config, fake_search
 
 SECRET = "postgresql+psycopg2://me:p:w/x@host:5432/studies"
 SHOWN = "postgresql+psycopg2://me:***@host:5432/studies"
@@ -101,6 +102,21 @@ def test_a_database_that_others_hold_or_of_another_version_is_found(
     holder.close()
     with pytest.raises(EnvironmentFault, match=r"^search\.storage: sqlite.*cannot be opened: "):
         check_storage(url)
+
+
+def test_a_path_that_counts_from_another_folder_makes_no_new_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fake_config(trials=4, storage="sqlite:///shared.db")
+    monkeypatch.chdir(tmp_path)
+    fake_search(config, tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
+    assert len(read_outcome(config, run_dir, SHAPE).rungs) == 1
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(EnvironmentFault, match=r"/other/shared\.db: missing; .* was started in$"):
+        read_outcome(config, run_dir, SHAPE)
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_passwords_are_hidden_wherever_they_stand() -> None:
