@@ -41,5 +41,5 @@ class FinalConfig(Section):
     prompts: Positive | None = None
     """Prompts of each kind and context, drawn anew; as many as probes.prompts where not given. Those of files are the same."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Of the intervals, which come from drawing sequences and prompts anew (bootstrap)."""
+    """Of the intervals: Wilson's for shares of prompts; of the others by drawing sequences and prompts anew (bootstrap)."""
     resamples: Annotated[int, Field(ge=10)] = 1000

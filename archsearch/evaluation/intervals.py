@@ -1,14 +1,16 @@
-"""Confidence intervals of metrics by the bootstrap: sequences or prompts are drawn anew with replacement.
+"""Confidence intervals of metrics. They say how much a figure depends on which text and which prompts were drawn, not
+how much it would differ after another training.
 
-Percentiles of the resampled figures (Efron, 1979). They say how much a figure depends on which text and which prompts
-were drawn, not how much it would differ after another training. Prompts that are all answered, or none, look the same however
-they are drawn anew: the share that is answered is drawn from its posterior under Jeffreys' prior instead (Brown, Cai and
-DasGupta, 2001), so that few prompts are never certain.
+Means over sequences and nats of answers by the bootstrap: sequences or prompts are drawn anew with replacement, and the
+interval is between percentiles of the resampled figures (Efron, 1979). Where all of them agree it says nothing, and there is none.
+
+Shares of prompts as in shares.py: that has a width also where all prompts are right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +18,17 @@ from numpy.typing import NDArray
 from ..attention.modeling_hydrahead import HydraHeadForCausalLM
 from ..data.niah import Probe
 from .divergence import TeacherReference, divergence_by_sequence
-from .retrieval import Answer, Place, answers, name_figures, summarize
+from .retrieval import (
+    Answer,
+    Place,
+    answers,
+    figure_name,
+    general_places,
+    name_figures,
+    summarize,
+)
+from .shares import Interval, mean_interval, share_interval
 
-Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 
 
@@ -30,39 +40,44 @@ class Bootstrap:
 
     def of_sequences(self, values: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
         """Intervals of the means of values, one a sequence; all sequences are of one length."""
-        return {
-            name: self._interval(
-                self._ratios(np.asarray(own), np.ones(len(own))), float(np.mean(own))
-            )
-            for name, own in values.items()
-        }
+        return _real(
+            {
+                name: self._interval(self._ratios(np.asarray(own), np.ones(len(own))))
+                for name, own in values.items()
+            }
+        )
 
     def of_answers(self, found: Mapping[Place, Sequence[Answer]]) -> dict[str, Interval]:
         """Intervals of what summarize makes of answers. Prompts are drawn anew within their kind, group and context."""
+        return self._of_nats(found) | self._of_matches(found)
+
+    def _of_nats(self, found: Mapping[Place, Sequence[Answer]]) -> dict[str, Interval]:
         samples = {}
         for stream, place in enumerate(sorted(found)):
-            own = found[place]
-            nll, tokens, match = (
-                np.array(column, dtype=np.float64) for column in zip(*own, strict=True)
+            nll, tokens, _ = (
+                np.array(column, dtype=np.float64) for column in zip(*found[place], strict=True)
             )
-            samples[place] = {
-                "nll": self._ratios(nll, tokens, stream),
-                "match": self._shares(match, stream),
-            }
+            samples[place] = self._ratios(nll, tokens, stream)
         named = [
-            name_figures(
-                {
-                    p: {key: float(values[i]) for key, values in own.items()}
-                    for p, own in samples.items()
-                }
-            )
+            name_figures({place: {"nll": float(own[i])} for place, own in samples.items()})
             for i in range(self._resamples)
         ]
-        measured = summarize(found) if samples else {}
-        return {
-            name: self._interval(np.array([row[name] for row in named]), value)
-            for name, value in measured.items()
+        names = named[0] if samples else {}
+        return _real(
+            {name: self._interval(np.array([row[name] for row in named])) for name in names}
+        )
+
+    def _of_matches(self, found: Mapping[Place, Sequence[Answer]]) -> dict[str, Interval]:
+        shares = {place: fmean(answer.match for answer in own) for place, own in found.items()}
+        intervals = {
+            place: share_interval(sum(a.match for a in own), len(own), self._confidence)
+            for place, own in found.items()
         }
+        named = {figure_name(place, "match"): ends for place, ends in intervals.items()}
+        if general := general_places(found):
+            own = [shares[place] for place in general]
+            named["general_match"] = mean_interval(own, [intervals[place] for place in general])
+        return named
 
     def _ratios(self, values: Samples, weights: Samples, stream: int = 0) -> Samples:
         """Sum of values over sum of weights, of each resample; streams are independent of each other."""
@@ -71,22 +86,19 @@ class Bootstrap:
         ratios: Samples = values[chosen].sum(1) / weights[chosen].sum(1)
         return ratios
 
-    def _shares(self, match: Samples, stream: int) -> Samples:
-        """The share of prompts that are answered, of each resample; match is 1 where one is, else 0."""
-        rng = np.random.default_rng([self._seed, stream, 1])
-        hits = match.sum()
-        shares: Samples = rng.beta(hits + 0.5, len(match) - hits + 0.5, size=self._resamples)
-        return shares
-
-    def _interval(self, samples: Samples, value: float) -> Interval:
-        """The percentiles, and what was measured within them."""
+    def _interval(self, samples: Samples) -> Interval:
         outside = (1 - self._confidence) / 2
         low, high = np.quantile(samples, [outside, 1 - outside])
-        return float(min(low, value)), float(max(high, value))
+        return float(low), float(high)
+
+
+def _real(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
+    """Those with a width: one of none would say that a figure is certain, where too little was seen to tell."""
+    return {name: (low, high) for name, (low, high) in intervals.items() if low < high}
 
 
 class MeasureWithIntervals:
-    """Divergence on several texts, by what follows their metrics' names, and answers to probes; each with its interval."""
+    """Divergence on several texts, by what follows their metrics' names, and answers to probes; each with its interval, if it has one."""
 
     def __init__(
         self,
@@ -102,7 +114,7 @@ class MeasureWithIntervals:
     def __call__(
         self, student: HydraHeadForCausalLM
     ) -> tuple[dict[str, float], dict[str, Interval]]:
-        """Metrics as of divergence and retrieval, and the lower and upper end of each."""
+        """Metrics as of divergence and retrieval, and the lower and upper end of each that has an interval."""
         rows = {
             f"{name}{suffix}": values.tolist()
             for suffix, reference in self._references.items()

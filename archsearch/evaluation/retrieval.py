@@ -6,7 +6,7 @@ Legend: B probes of a batch, T tokens, A answer tokens, C hidden size, M answer 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -117,19 +117,29 @@ def name_figures(found: Mapping[Place, Mapping[str, float]]) -> dict[str, float]
     """Each place's figures under its name, and the means over the general kinds. Raises ConfigError as check_names does."""
     named: dict[str, float] = {}
     for place, figures in found.items():
-        name = metric_name(place.kind) + (f"_{place.group}" if place.group else "")
-        where = f"@{place.context}" if place.context else ""
-        own = {f"{name}_{key}{where}": value for key, value in figures.items()}
+        own = {figure_name(place, key): value for key, value in figures.items()}
         if taken := sorted(own.keys() & named.keys()):
             raise ConfigError(
                 f"probes.files: {taken[0]} would be the metric of two groups of prompts; allowed: other names of "
                 "files, or other kinds in them"
             )
         named |= own
-    general = [found[Place(kind)] for kind in GENERAL_KINDS if Place(kind) in found]
+    general = [found[place] for place in general_places(found)]
     if general:
         named |= {f"general_{key}": fmean(row[key] for row in general) for key in general[0]}
     return named
+
+
+def figure_name(place: Place, figure: str) -> str:
+    """What a place's figure is called as a metric."""
+    group = f"_{place.group}" if place.group else ""
+    where = f"@{place.context}" if place.context else ""
+    return f"{metric_name(place.kind)}{group}_{figure}{where}"
+
+
+def general_places(found: Collection[Place]) -> list[Place]:
+    """Those whose mean the figures of `general` are."""
+    return [Place(kind) for kind in GENERAL_KINDS if Place(kind) in found]
 
 
 def batches(probes: Sequence[Probe], batch_tokens: int) -> Iterator[list[Probe]]:

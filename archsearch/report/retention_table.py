@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 from ..cost import cache_bytes
+from ..evaluation.shares import share_interval
 from ..headmap import HeadMap, ModelShape
 from ..metrics import metric_name
 from ..search.retention import FOUND, TEACHER, Kept, Retention
 from .records import METHOD_TITLES, RunSummary, bytes_text, quantity
 from .tables import Table
 
-NORMAL = 1.96
-"""Standard deviations that hold 95% of a normal distribution."""
+CONFIDENCE = 0.95
 
 
 def retention_tables(summary: RunSummary) -> list[Table]:
@@ -21,14 +19,6 @@ def retention_tables(summary: RunSummary) -> list[Table]:
     if retention is None or summary.shape is None:
         return []
     return [_table(summary, retention, summary.shape, kind) for kind in retention.kinds]
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """The interval of 95% for a share that was counted among so many (Wilson)."""
-    z = NORMAL**2 / count
-    middle = share + z / 2
-    reach = math.sqrt(z * share * (1 - share) + z**2 / 4)
-    return (middle - reach) / (1 + z), (middle + reach) / (1 + z)
 
 
 def _table(summary: RunSummary, retention: Retention, shape: ModelShape, kind: str) -> Table:
@@ -49,7 +39,7 @@ def _table(summary: RunSummary, retention: Retention, shape: ModelShape, kind: s
                 f"{head_map.fa_share:.1%}",
                 bytes_text(stored),
                 kept.reason or "" if found is None else quantity(match, found),
-                "" if found is None or not whole else _kept(found, whole, count),
+                "" if found is None or not whole else _kept(kept, found, whole, count),
                 quantity(nll, kept.metrics[nll]) if nll in kept.metrics else "",
             )
         )
@@ -58,8 +48,8 @@ def _table(summary: RunSummary, retention: Retention, shape: ModelShape, kind: s
         f"Kept of the teacher's {kind} accuracy with at most {retention.fa_share:.1%} full-attention heads",
         ("map", "FA share", "cache", match, "of the teacher's", nll),
         tuple(rows),
-        f"{count} prompts that no trial was asked (in brackets the 95% interval of so many), "
-        f"{retention.tokens:,} distillation tokens each. The best of the front is chosen by the trials' "
+        f"{count} prompts that no trial was asked (in brackets the {CONFIDENCE:.0%} interval of so many, "
+        f"with the teacher's own share taken as it is), {retention.tokens:,} distillation tokens each. The best of the front is chosen by the trials' "
         f"{summary.quality.metric}; a baseline by whole layers has the nearest share that it can.",
         frozenset(strong),
     )
@@ -74,6 +64,9 @@ def _title(kept: Kept) -> str:
     return number + METHOD_TITLES.get(kept.source, kept.source)
 
 
-def _kept(found: float, whole: float, count: int) -> str:
-    low, high = wilson(found, count)
-    return f"{found / whole:.1%} ({low / whole:.1%} to {min(1.0, high / whole):.1%})"
+def _kept(kept: Kept, found: float, whole: float, count: int) -> str:
+    """The share of the teacher's, and Wilson's interval of what was found: the teacher's own is taken as it is."""
+    if kept.source == TEACHER:
+        return "100%"
+    low, high = share_interval(round(found * count), count, CONFIDENCE)
+    return f"{found / whole:.1%} ({low / whole:.1%} to {high / whole:.1%})"

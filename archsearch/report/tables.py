@@ -222,9 +222,10 @@ def _candidate_table(candidates: Sequence[Candidate], title: str, metrics: Seque
         )
         for c in candidates
     )
-    note = "In brackets: confidence interval of the final stage." * any(
-        c.intervals for c in candidates
-    )
+    note = (
+        "In brackets: confidence interval of the final stage, Wilson's for matches, a bootstrap's for the others, "
+        "none where nothing that was measured differs."
+    ) * any(c.intervals for c in candidates)
     return Table(title, ("candidate", "source", *metrics), rows, note)
 
 

@@ -28,8 +28,9 @@ from ..data.tasks import RETRIEVAL_KINDS, make_probes
 from ..errors import ConfigError, EnvironmentFault
 from ..evaluation.divergence import TeacherReference, divergence
 from ..evaluation.harness import open_harness
-from ..evaluation.intervals import Bootstrap, Interval, MeasureWithIntervals
+from ..evaluation.intervals import Bootstrap, MeasureWithIntervals
 from ..evaluation.retrieval import retrieval
+from ..evaluation.shares import Interval
 from ..execution.base import DEVICE_MEMORY, HOST_MEMORY
 from ..headmap import HeadMap
 from ..models.cut import cut
