@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from .metrics import COSTS
 from .rundir import RunDir
 from .search.outcome import read_outcome
 from .search.seeds import within_share
+
+NO_MAPS = {"points": "the front of a run", "rungs": "all candidates of a run"}
+"""What files are that could be taken for a head map's, by a field that only they have."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,20 @@ def _at_share(
 
 def _read_map(path: Path, shape: ModelShape) -> HeadMap:
     option = f"--head-map {path}"
+    allowed = "allowed: a file like RUN/front/N.json, or for a candidate of the run --candidate N"
     try:
-        head_map = HeadMap.load(path)
+        data = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{option}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ConfigError(
-            f"{option}: {error}; allowed: a file like RUN/front/N.json (a candidate of the run: --candidate N)"
-        ) from error
+        raise ConfigError(f"{option}: no JSON; {allowed}") from error
+    for field, what in NO_MAPS.items():
+        if isinstance(data, dict) and field in data:
+            raise ConfigError(f"{option}: holds {what}, not one head map; {allowed}")
+    try:
+        head_map = HeadMap.from_json(data)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}; {allowed}") from error
     found, wanted = (_geometry(model) for model in (head_map.model, shape))
     if found != wanted:
         raise ConfigError(f"{option}: a map of {found}; the run's teacher has {wanted}")

@@ -209,7 +209,7 @@ class ConstraintConfig(Section):
     def text(self) -> str:
         """The bound in words."""
         ends = (("at least", self.min), ("at most", self.max))
-        return f"{self.metric} {' and '.join(f'{word} {end:.6g}' for word, end in ends if end is not None)}"
+        return f"{self.metric} {' and '.join(f'{word} {end:.10g}' for word, end in ends if end is not None)}"
 
 
 class SeedConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,8 @@ from .stages import (
 )
 from .texts import check_texts
 from .timings import record_stage
+
+_log = logging.getLogger(__name__)
 
 BEST_HEADS = 5
 """Heads that are named of each method."""
@@ -125,7 +128,10 @@ def run_stages(
             names = names[1:]
         _run(context, memory, names, printer)
         # Also where a kept search had failures: the same command says the same of the same run.
-        failed = (run_dir.stage("search") or {}).get("failed", 0) if last == STAGES[-1] else 0
+        search = (run_dir.stage("search") or {}) if last == STAGES[-1] else {}
+        failed = search.get("failed", 0)
+    if unmet := search.get("unmet"):
+        _log.warning("the front is empty: %s", unmet)
     if failed:
         raise RunFault(f"{failed} trials failed; the report names them and their causes")
 
@@ -242,4 +248,5 @@ def _results(context: RunContext, name: str) -> dict[str, Any]:
         **limits_of(search),
         "retention": search.retention.model_dump(mode="json"),
         "failed": outcome.failed,
+        "unmet": outcome.last.unmet,
     }

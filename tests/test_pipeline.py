@@ -33,6 +33,7 @@ from archsearch.scoring.inputs import ScoreInputs
 from archsearch.scoring.methods import METHODS, Method
 from archsearch.search.front import CONTROL
 from archsearch.timings import read_timings
+from tests.small_runs import write_config
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,30 @@ def test_export_of_the_knee_loads(finished: tuple[Path, Path, str], tmp_path: Pa
         app, ["export", str(run_dir), "--knee", "--to", str(tmp_path / "out")]
     )
     assert again.exit_code == 2
+
+
+def test_a_run_whose_constraints_nothing_meets_says_so_wherever_it_is_looked_at(
+    teacher_folder: Path, answered_pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, run_dir = write_config(tmp_path, teacher_folder, answered_pairs), tmp_path / "run"
+    bounds = "search.constraints=[{metric: kl, max: 0.0000001}, {metric: fa_share, max: 0.9}]"
+    command = ["run", str(config), "--run-dir", str(run_dir), "--set", bounds]
+    for _ in range(2):  # Also where all of it is kept.
+        caplog.clear()
+        result = CliRunner().invoke(app, [*command, "--set", "search.proxy_tokens=[0]"])
+        assert result.exit_code == 0, result.output
+        (warning,) = [r.getMessage() for r in caplog.records if "empty" in r.getMessage()]
+        unmet = warning.removeprefix("the front is empty: ")
+        assert unmet.startswith(
+            "no head map (untrained) meets search.constraints: kl at most 1e-07"
+        )
+        assert unmet in " ".join(result.output.split())
+    assert f"The front is empty: {unmet}." in (run_dir / "report/index.html").read_text()
+    out = ["--to", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["export", str(run_dir), "--knee", *out])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"archsearch: {run_dir}: the front is empty, {unmet}; allowed:")
+    export_to(run_dir, tmp_path / "out", "--candidate", 1)
 
 
 def export_to(run_dir: Path, folder: Path, *choice: object) -> str:

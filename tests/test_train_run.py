@@ -317,6 +317,17 @@ def test_fields_without_effect_are_named(run: Path, tmp_path: Path) -> None:
         (["--fa-share", "nan"], (), "--fa-share nan: not allowed; allowed: 0 to 1"),
         (["--head-map", "{run}/none.json"], (), "--head-map {run}/none.json: cannot be read"),
         (["--head-map", "{run}/config.json"], (), "--head-map {run}/config.json: head map: "),
+        (
+            ["--head-map", "{run}/pareto.json"],
+            (),
+            "--head-map {run}/pareto.json: holds the front of a run, not one head map; allowed: a file like "
+            "RUN/front/N.json, or for a candidate of the run --candidate N",
+        ),
+        (
+            ["--head-map", "{run}/train.npy"],
+            (),
+            "--head-map {run}/train.npy: no JSON; allowed: a file like RUN/front/N.json, or",
+        ),
         (["--head-map", "{other}"], (), "--head-map {other}: a map of 3 layers of 4 heads over"),
         (["--knee", "--tokens", "-5"], (), "--tokens -5: allowed: 0 or more"),
         (["--knee", "--tokens", "0"], (), "train: nothing to do: --tokens is 0 and long_context"),

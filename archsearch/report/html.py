@@ -20,6 +20,7 @@ from .tables import (
     after,
     cache_table,
     candidate_tables,
+    constraint_line,
     failure_table,
     hypervolume_table,
     pruned_table,
@@ -96,9 +97,8 @@ def _lead(summary: RunSummary) -> str:
     )
     return (
         f"{source}: {counts['search']} maps found by the search, {counts['seed']} seeds and "
-        f"{counts['random']} of the random control, after {rung.proxy_tokens:,} distillation tokens; "
-        f"objectives: {goals}."
-        + (f" The front is empty: {summary.unmet}." if summary.unmet else "")
+        f"{counts['random']} of the random control, {after(rung)}; objectives: {goals}."
+        + (f" {constraint_line(summary)}." if summary.met and not summary.unmet else "")
     )
 
 
@@ -143,7 +143,7 @@ def _all_candidates(summary: RunSummary, rung: Rung) -> str:
 
 def _front(summary: RunSummary, rung: Rung) -> str:
     if not rung.front:
-        return ""
+        return f'<p class="alarm">{escape(constraint_line(summary))}.</p>' if summary.unmet else ""
     main, others = split_metrics(rung.front, summary.objectives)
     cards = "".join(_card(c, main, others) for c in rung.front)
     return (

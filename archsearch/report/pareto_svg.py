@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .records import METHOD_TITLES, Candidate, Objective, metric_title, quantity
+from .records import METHOD_TITLES, OUTSIDE, Candidate, Objective, metric_title, quantity
 from .scales import Axis, make_axis
 
 WIDTH, HEIGHT = 1010, 480
@@ -98,7 +98,7 @@ def pareto_svg(
         _grid(x, x_axis, y, y_axis),
         _front_line(shown, x, x_axis, y, y_axis),
         *(_point(c, x, x_axis, y, y_axis, titles=titles) for c in order),
-        _legend({_known(c.method) for c in shown}, any(c.on_front for c in shown)),
+        _legend(shown),
         "</svg>",
     ]
     return "".join(parts)
@@ -179,6 +179,9 @@ def _point(
         f'stroke="{FRONT}" stroke-width="2"' if c.on_front else 'stroke="#fff" stroke-width="0.7"'
     )
     opacity = 1.0 if c.on_front else mark.opacity
+    if not c.feasible:
+        # Transparent, so that the pointer still finds it.
+        edge, opacity = f'stroke="{mark.colour}" stroke-width="1.2"', 0.0
     text = f"<title>{escape(point_text(c))}</title>" if titles else ""
     focus = ' tabindex="0"' if c.on_front else ""
     return (
@@ -194,13 +197,20 @@ def point_text(c: Candidate) -> str:
     return f"{c.label}\n{metrics}\n{'/'.join(c.head_map.layers)}"
 
 
-def _legend(methods: set[str], has_front: bool) -> str:
+def _legend(candidates: Sequence[Candidate]) -> str:
+    methods = {_known(c.method) for c in candidates}
     x, y, parts = RIGHT + 28, TOP + 12.0, []
-    if has_front:
+    if any(c.on_front for c in candidates):
         parts.append(
             f'<path d="M{x - 8},{y} H{x + 8}" stroke="{FRONT}" stroke-width="1.6"/>'
             f'<path d="{CIRCLE}" transform="translate({x},{y})" fill="#fff" stroke="{FRONT}" '
             f'stroke-width="2"/><text x="{x + 16}" y="{y + 4}">on the front</text>'
+        )
+        y += 26
+    if not all(c.feasible for c in candidates):
+        parts.append(
+            f'<path d="{CIRCLE}" transform="translate({x},{y})" fill="none" stroke="{MUTED}" '
+            f'stroke-width="1.2"/><text x="{x + 16}" y="{y + 4}">hollow: {OUTSIDE}</text>'
         )
         y += 26
     order = [

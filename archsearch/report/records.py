@@ -141,13 +141,17 @@ class Candidate:
         """A metric in words, with its interval; empty where it was not measured."""
         if metric not in self.metrics:
             return ""
-        ends = [quantity(metric, end) for end in self.intervals.get(metric, ())]
-        return quantity(metric, self.metrics[metric]) + (f" ({' to '.join(ends)})" if ends else "")
+        value, ends = quantity(metric, self.metrics[metric]), self.intervals.get(metric, ())
+        # Runs of earlier versions have ends that are alike, which say nothing.
+        shown = [quantity(metric, end) for end in ends if len(set(ends)) > 1]
+        return f"{value} ({' to '.join(shown)})" if shown else value
 
     @property
     def key(self) -> str:
         """Unique in a report: one candidate is measured again in each rung that it reaches."""
-        return f"{self.proxy_tokens}-{self.candidate}"
+        # The random control counts its candidates by itself.
+        own = "random-" if self.group == "random" else ""
+        return f"{self.proxy_tokens}-{own}{self.candidate}"
 
     @property
     def label(self) -> str:
@@ -199,6 +203,8 @@ class RunSummary:
     """Candidates that did not go on to a proxy of so many tokens."""
     stops: tuple[str, ...] = ()
     """What ended the search before all candidates were begun."""
+    met: tuple[str, ...] = ()
+    """Each constraint, and how many of the last rung's candidates meet it."""
     unmet: str | None = None
     """How near the last rung's candidates came to the constraints, where none meets them."""
     stages: tuple[dict[str, Any], ...] = ()

@@ -41,6 +41,7 @@ def read_summary(run_dir: RunDir) -> RunSummary:
         failures=tuple(_failures(outcome)),
         pruned=tuple(_pruned(outcome)),
         stops=tuple(outcome.stops()),
+        met=tuple(outcome.last.met()) if rungs else (),
         unmet=outcome.last.unmet if rungs else None,
         stages=tuple(stages),
         methods=tuple(methods),

@@ -46,7 +46,7 @@ def hypervolume_table(summary: RunSummary) -> Table:
     present = [key for key in names if any(key in rung.hypervolume for rung in summary.rungs)]
     rows = tuple(
         (
-            f"{rung.proxy_tokens:,}",
+            f"{rung.proxy_tokens:,}" + ("" if rung.confidence is None else " (final stage)"),
             str(len(rung.front)),
             str(sum(c.group == "search" for c in rung.front)),
             *(_volume(rung, key) for key in present),
@@ -62,11 +62,18 @@ def hypervolume_table(summary: RunSummary) -> Table:
             [
                 "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
                 *["Each row has a box of its own: compare within a row."] * (len(rows) > 1),
-                *([f"The front is empty: {summary.unmet}."] if summary.unmet else []),
+                *([f"{constraint_line(summary)}."] if summary.met else []),
                 *(f"The {stop}." for stop in summary.stops),
             ]
         ),
     )
+
+
+def constraint_line(summary: RunSummary) -> str:
+    """How many candidates of the last rung meet each constraint, loudly where none meets all."""
+    if summary.unmet:
+        return f"The front is empty: {summary.unmet}"
+    return f"Constraints: {'; '.join(summary.met)}"
 
 
 def _volume(rung: Rung, key: str) -> str:

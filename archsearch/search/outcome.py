@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +23,10 @@ from .study import (
 )
 
 SCHEMA = 1
+
+
+def _meets(candidate: Candidate, bound: ConstraintConfig) -> bool:
+    return violation(bound, candidate.metrics[bound.metric]) <= 0
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,30 @@ class RungOutcome:
         """How near the search's candidates came to the constraints, where none of them meets all; else None."""
         if not self.search or any(c.feasible for c in self.search):
             return None
-        return f"no head map meets search.constraints: {'; '.join(self._misses())}"
+        said = (
+            count + self._nearest(bound)
+            for count, bound in zip(self.met(), self.constraints, strict=True)
+        )
+        return f"no head map ({self.length}) meets search.constraints: {'; '.join(said)}"
 
-    def _misses(self) -> Iterator[str]:
-        for bound in self.constraints:
-            values = [c.metrics[bound.metric] for c in self.search if bound.metric in c.metrics]
-            met = sum(violation(bound, value) <= 0 for value in values)
-            nearest = min(values, key=lambda value: violation(bound, value), default=math.nan)
-            yield f"{bound.text} met by {met} of {len(self.search)}, the nearest has {nearest:.6g}"
+    def met(self) -> list[str]:
+        """Each constraint, and how many of the search's candidates meet it."""
+        counts = (sum(_meets(c, bound) for c in self.search) for bound in self.constraints)
+        return [
+            f"{bound.text} met by {count} of {len(self.search)}"
+            for bound, count in zip(self.constraints, counts, strict=True)
+        ]
+
+    def _nearest(self, bound: ConstraintConfig) -> str:
+        """The value that comes nearest to the bound, of those candidates that meet the others if there are any."""
+        others = [other for other in self.constraints if other is not bound]
+        within = [c for c in self.search if all(_meets(c, other) for other in others)]
+        values = [c.metrics[bound.metric] for c in within or self.search]
+        near = float(min(values, key=lambda value: violation(bound, value)))
+        if violation(bound, near) <= 0:
+            return ""
+        whose = " that meets the others" if others and within else ""
+        return f", the nearest{whose} has {near:.{10 if near.is_integer() else 4}g}"
 
     @property
     def length(self) -> str:
@@ -143,6 +162,11 @@ class SearchOutcome:
         missed = [rung.length for rung in self.rungs[self.rungs.index(self.last) + 1 :]]
         front = [f"no result at {', '.join(missed)}: the front is from before ({self.last.length})"]
         unmet = [self.last.unmet] if self.last.unmet else []
+        if unmet:
+            front = [
+                f"no result at {', '.join(missed)}: none goes on from an empty front; with search.halving those do that "
+                "miss a bound which training may bring them within"
+            ]
         ends = [rung.end for rung in self.rungs]
         return [*self.fronts.lines(self.last.length), *unmet, *ends, *front * bool(missed)]
 

@@ -42,7 +42,7 @@ def made_rung(tokens: int = 0) -> Rung:
         made_candidate(1, "causal", "seed", half, 0.4),
         *(made_candidate(i, "search", "search", draw(), rng.random()) for i in range(2, 12)),
         *(
-            made_candidate(100 + i, "random-control", "random", draw(), rng.random() + 0.2)
+            made_candidate(i, "random-control", "random", draw(), rng.random() + 0.2)
             for i in range(10)
         ),
     ]

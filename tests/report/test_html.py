@@ -52,6 +52,8 @@ def test_script_data_holds_every_point(page: str) -> None:
     data = json.loads(text.group(1))
     keys = set(re.findall(r'data-key="([0-9][^"]*)"', page))
     assert keys == set(data["points"])
+    # Also where a candidate of the random control has the number of another.
+    assert len(keys) == sum(len(rung.candidates) for rung in made_summary().rungs)
     assert data["groupSize"] == 2
 
 
@@ -119,3 +121,18 @@ def test_cards_keep_to_the_main_metrics_and_tell_the_others_on_hover() -> None:
     card = page[page.index('class="card"') :].split("<svg")[0]
     assert "copying_nll" in card.split("</h3><p ")[1].split(">")[0]
     assert "copying_nll <b>" not in card
+
+
+def test_a_front_that_constraints_leave_empty_is_said_in_its_place() -> None:
+    summary = made_summary()
+    rung = summary.last
+    bare = tuple(replace(c, on_front=False, feasible=False) for c in rung.candidates)
+    unmet = "no head map meets search.constraints: kl at most 0 <b>"
+    page = html_report(
+        replace(summary, rungs=(replace(rung, candidates=bare),), met=("kl",), unmet=unmet)
+    )
+    alarm = page.split('<p class="alarm">')[1].split("</p>")[0]
+    assert alarm == f"The front is empty: {unmet.removesuffix('<b>')}&lt;b&gt;."
+    met = html_report(replace(summary, met=("kl at most 0.5 met by 7 of 12",)))
+    assert "Constraints: kl at most 0.5 met by 7 of 12." in met.split("</p>")[0]
+    assert 'class="alarm"' not in met

@@ -56,3 +56,14 @@ def test_legend_of_all_methods_stays_inside() -> None:
     assert len(texts) == len(methods)
     assert all(0 < float(e.get("y", "")) < HEIGHT for e in texts)
     assert all(float(e.get("x", "")) + 6.7 * len(e.text or "") < WIDTH for e in texts)
+
+
+def test_maps_outside_the_constraints_are_hollow_and_the_legend_says_so() -> None:
+    rung = made_rung()
+    met = pareto_svg(rung.candidates, OBJECTIVES[1], OBJECTIVES[0])
+    odd = [replace(c, feasible=c.candidate != 1) for c in rung.candidates]
+    svg = pareto_svg(odd, OBJECTIVES[1], OBJECTIVES[0])
+    hollow = [e.get("data-key") for e in points(svg) if e.get("fill-opacity") == "0"]
+    assert sorted(map(str, hollow)) == ["0-1", "0-random-1"]
+    assert "hollow: outside search.constraints" in svg
+    assert "hollow" not in met

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -16,10 +17,18 @@ from archsearch.report.records import (
     metric_title,
 )
 
+from .runs import made_rung
+
 
 def test_every_metric_has_a_label() -> None:
     assert set(METRIC_TITLES) == set(get_args(Metric))
     assert set(COST_METRICS) | set(MAIN_METRICS) <= set(METRIC_TITLES)
+
+
+def test_ends_that_are_alike_are_no_interval() -> None:
+    intervals = {"kl": (0.25, 0.75), "niah_multikey_match": (0.5, 0.5)}
+    shown = replace(made_rung().candidates[1], intervals=intervals).shown
+    assert (shown("kl"), shown("niah_multikey_match")) == ("0.4 (0.25 to 0.75)", "50%")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from archsearch.config import ConstraintConfig
 from archsearch.errors import ConfigError, EnvironmentFault
 from archsearch.execution.ray_executor import RayExecutor
 from archsearch.headmap import HeadMap
@@ -356,12 +358,31 @@ def test_bounds_that_no_map_meets_are_named_with_the_nearest_value(tmp_path: Pat
     assert outcome.last.unmet is not None
     said = outcome.last.unmet
     count, values = len(outcome.last.search), [c.metrics for c in outcome.last.search]
-    nearest = min(row["kl"] for row in values)
-    assert said.startswith(
-        f"no head map meets search.constraints: kl at most 1e-06 met by {sum(row['kl'] <= 1e-6 for row in values)} of {count}, the nearest has {nearest:.6g}; "
+    meets = [[row["kl"] <= 1e-6 for row in values], [row["fa_share"] <= 0.9 for row in values]]
+    least = min(row["kl"] for row, met in zip(values, meets[1], strict=True) if met)
+    share = min(row["fa_share"] for row, met in zip(values, meets[0], strict=True) if met)
+    assert said == (
+        f"no head map (untrained) meets search.constraints: kl at most 1e-06 met by {sum(meets[0])} of {count}, "
+        f"the nearest that meets the others has {least:.4g}; fa_share at most 0.9 met by {sum(meets[1])} of {count}, "
+        f"the nearest that meets the others has {share:.4g}"
     )
-    assert f"; fa_share at most 0.9 met by {count - 1} of {count}, the nearest has " in said
     assert said in outcome.summary
+    later = fake_search(fake_config(constraints=limits, proxy_tokens=[0, 100]), tmp_path / "later")
+    assert later.last.unmet == said
+    assert later.lines[-1].startswith("no result at 100 tokens: none goes on from an empty front; ")
+
+
+def test_the_only_bound_names_the_nearest_of_all_and_large_numbers_in_full(tmp_path: Path) -> None:
+    last = fake_search(fake_config(), tmp_path).last
+    kept = [replace(c, feasible=False) for c in last.search if c.source != "all_gdn"]
+    least = min(c.metrics["cache_bytes"] for c in kept)
+    bound = ConstraintConfig(metric="cache_bytes", max=1_000_000)
+    assert least > 1_000_000
+    found = replace(last, search=kept, constraints=(bound,)).unmet
+    assert found is not None
+    assert found.endswith(
+        f": cache_bytes at most 1000000 met by 0 of {len(kept)}, the nearest has {least:.0f}"
+    )
 
 
 def test_constraints_keep_maps_off_the_front_and_out_of_the_search(tmp_path: Path) -> None:
