@@ -73,7 +73,9 @@ def _asset(name: str) -> str:
 def _result(summary: RunSummary) -> list[str]:
     """What the search came to: its last rung first."""
     rung = summary.last
+    alarm = f'<p class="alarm">{escape(constraint_line(summary))}</p>'
     return [
+        alarm * bool(summary.unmet),
         _tiles(summary, rung),
         *(_plot(rung, x, y) for x, y in plot_axes(summary.objectives)),
         _front(summary, rung),
@@ -98,7 +100,7 @@ def _lead(summary: RunSummary) -> str:
     return (
         f"{source}: {counts['search']} maps found by the search, {counts['seed']} seeds and "
         f"{counts['random']} of the random control, {after(rung)}; objectives: {goals}."
-        + (f" {constraint_line(summary)}." if summary.met and not summary.unmet else "")
+        + ("" if summary.unmet else f" {constraint_line(summary)}")
     )
 
 
@@ -143,7 +145,7 @@ def _all_candidates(summary: RunSummary, rung: Rung) -> str:
 
 def _front(summary: RunSummary, rung: Rung) -> str:
     if not rung.front:
-        return f'<p class="alarm">{escape(constraint_line(summary))}.</p>' if summary.unmet else ""
+        return ""
     main, others = split_metrics(rung.front, summary.objectives)
     cards = "".join(_card(c, main, others) for c in rung.front)
     return (

@@ -12,6 +12,7 @@ from .tables import (
     after,
     cache_table,
     candidate_tables,
+    constraint_line,
     failure_table,
     hypervolume_table,
     pruned_table,
@@ -31,6 +32,8 @@ def markdown_report(summary: RunSummary) -> str:
         stage_table(summary),
     ]
     parts = [markdown_table(table) for table in tables if table.rows]
+    if said := constraint_line(summary):
+        parts.insert(0, _cell(said, strong=bool(summary.unmet)))
     if summary.scores.similarity is not None:
         parts.append(f"## Similarity\n\n{similarity_caption(summary.scores.similarity)}")
     text = "\n\n".join(parts)

@@ -62,7 +62,6 @@ def hypervolume_table(summary: RunSummary) -> Table:
             [
                 "The share of the box between the best values seen and the reference point that is dominated; larger is better.",
                 *["Each row has a box of its own: compare within a row."] * (len(rows) > 1),
-                *([f"{constraint_line(summary)}."] if summary.met else []),
                 *(f"The {stop}." for stop in summary.stops),
             ]
         ),
@@ -70,10 +69,10 @@ def hypervolume_table(summary: RunSummary) -> Table:
 
 
 def constraint_line(summary: RunSummary) -> str:
-    """How many candidates of the last rung meet each constraint, loudly where none meets all."""
+    """How many candidates of the last rung meet each constraint, and how near they came where none meets all."""
     if summary.unmet:
-        return f"The front is empty: {summary.unmet}"
-    return f"Constraints: {'; '.join(summary.met)}"
+        return f"The front is empty: {summary.unmet}."
+    return f"Constraints: {'; '.join(summary.met)}." if summary.met else ""
 
 
 def _volume(rung: Rung, key: str) -> str:
@@ -125,7 +124,7 @@ def _comparable(rung: Rung, metrics: set[str]) -> list[Candidate]:
 
 def _left_out(rung: Rung) -> str:
     count = sum(not c.feasible for c in rung.candidates)
-    return f" Left out: {count} candidates {OUTSIDE}." if count else ""
+    return f" Left out: {count} candidate{'s' * (count > 1)} {OUTSIDE}." if count else ""
 
 
 def _levels(values: Iterable[float]) -> list[float]:

@@ -101,7 +101,7 @@ def test_maps_outside_the_constraints_are_no_bests_and_said_to_be_left_out() -> 
     outside = tuple(replace(c, feasible=c is not best) for c in rung.candidates)
     for table in (share_table, cache_table):
         found = table(summary, replace(rung, candidates=outside))
-        assert "Left out: 1 candidates outside search.constraints." in found.note
+        assert "Left out: 1 candidate outside search.constraints." in found.note
         assert "Left out" not in table(summary, rung).note
     changed = replace(rung, candidates=outside)
     assert share_table(summary, changed).rows + cache_table(summary, changed).rows != whole
@@ -154,6 +154,23 @@ def test_markdown_report_has_every_part() -> None:
     parts = ("Hypervolume", "Front", "Best found", "Failed trials", "Stages")
     for title in (*parts, "Highest heads by causal score", "Pairs that", "Similarity"):
         assert f"## {title}" in text
+
+
+def test_markdown_begins_with_how_the_constraints_are_met() -> None:
+    summary = replace(made_summary(), met=("kl at most 0.5 met by 7 of 12",))
+    said = markdown_report(summary).split("\n\n")[1]
+    assert said == "Constraints: kl at most 0.5 met by 7 of 12."
+    said = markdown_report(replace(summary, unmet="none meets kl at most 0")).split("\n\n")[1]
+    assert said == "**The front is empty: none meets kl at most 0.**"
+    assert markdown_report(made_summary()).split("\n\n")[1] == "## Hypervolume"
+
+
+def test_the_final_stage_is_named_where_hypervolumes_are() -> None:
+    summary = made_summary()
+    rungs = (summary.rungs[0], replace(summary.rungs[1], confidence=0.95))
+    table = hypervolume_table(replace(summary, rungs=rungs))
+    assert [row[0] for row in table.rows] == ["0", "4,096 (final stage)"]
+    assert "compare within a row" in table.note
 
 
 def test_markdown_report_of_scores_alone() -> None:
