@@ -15,7 +15,8 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
     if mounts is None:
         table = Path("/proc/mounts")
         mounts = table.read_text(errors="replace") if table.exists() else ""
-    best, kind = "", ""
+    # A folder of runs is often a link to a disk that machines share.
+    path, best, kind = path.resolve(), "", ""
     for line in mounts.splitlines():
         fields = line.split()
         if len(fields) < 3:

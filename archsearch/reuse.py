@@ -6,6 +6,7 @@ trained need the text, scores the text and the twins that they read.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,14 @@ from .rundir import PAIRS_FILE, RESUMABLE, SIMILARITY_FILE, RunDir, score_file
 from .scoring.methods import METHODS
 from .search.driver import scored_methods
 from .search.trial import RETRIEVAL_FILE, STARTS_FILE, SUPERNET_FILE, TRAIN_FILE
-from .stages import ALIGNMENT_FILE, lost_scores, lost_similarity, lost_supernet
-from .texts import heldout_parts
+from .stages import (
+    ALIGNMENT_FILE,
+    CHECKPOINT_FILE,
+    lost_scores,
+    lost_similarity,
+    lost_supernet,
+)
+from .texts import heldout_parts, lost_array
 from .timings import record_stage
 
 TAKEN = ("data", "supernet", "scores")
@@ -94,11 +101,23 @@ def plan_reuse(config: RunConfig, run_dir: RunDir, source: RunDir) -> Reuse:
         raise ConfigError(f"--reuse {source.path}: is this run itself; allowed: another one")
     dumps = [each.model_dump(mode="json", by_alias=True) for each in (old, config)]
     found = differences(dumps[0], dumps[1])
-    data = _data(config, old, source, found)
-    supernet = _supernet(config, source, found, data)
+    data = _unless_own(run_dir, source, _data(config, old, source, found))
+    supernet = _unless_own(run_dir, source, _supernet(config, source, found, data))
     scores = _scores(config, run_dir, source, found, (data, supernet))
-    takes = tuple(t for t in (data, supernet, scores) if run_dir.stage(t.stage) is None)
+    open_stages = [t for t in (data, supernet, scores) if run_dir.stage(t.stage) is None]
+    # A stage that has all of its files here already takes none.
+    takes = tuple(t for t in open_stages if t.files or t.missing)
     return Reuse(source, takes, (old.seed, config.seed))
+
+
+def _unless_own(run_dir: RunDir, source: RunDir, one: Take) -> Take:
+    """What later stages may count on: a stage that this run has done with other files is not the other run's."""
+    if run_dir.stage(one.stage) is None:
+        return one
+    pairs = [(run_dir / name, source / name) for name in one.files]
+    if all(own.exists() and filecmp.cmp(own, other) for own, other in pairs):
+        return one
+    return Take(one.stage, missing="this run has made its own")
 
 
 def take(reuse: Reuse, run_dir: RunDir, say: Callable[[str], None]) -> None:
@@ -107,8 +126,10 @@ def take(reuse: Reuse, run_dir: RunDir, say: Callable[[str], None]) -> None:
     Nothing is taken, and said so, where the runs' teachers differ (teacher.json). The run directory is locked.
     """
     source = reuse.source
+    if not any(one.files for one in reuse.takes):
+        return  # A run that has not got far has no teacher.json either.
     prints = [place.read_json("teacher.json").get("fingerprint") for place in (source, run_dir)]
-    if reuse.takes and prints[0] != prints[1]:
+    if prints[0] != prints[1]:
         say(f"{'reuse':<9} nothing: the teacher of {source.path} has other weights")
         return
     for one in reuse.takes:
@@ -120,6 +141,8 @@ def take(reuse: Reuse, run_dir: RunDir, say: Callable[[str], None]) -> None:
             summary = (source.stage(one.stage) or {}).get("summary", "")
             row = record_stage(run_dir, one.stage, 0.0, 0, f"{summary} (from {source.path})")
             run_dir.mark_done(**row)
+            if one.stage == "supernet":
+                (run_dir / CHECKPOINT_FILE).unlink(missing_ok=True)
 
 
 def _origin(reuse: Reuse, one: Take) -> dict[str, Any]:
@@ -161,10 +184,14 @@ def _data(config: RunConfig, old: RunConfig, source: RunDir, found: Changes) -> 
     if training_rows(config) != training_rows(old) or any(part not in there for part in parts):
         return Take("data", missing=_changed(found, _AMOUNTS))
     files = [file for _, _, _, _, file, _ in parts]
-    if training_rows(config).text:
+    rows = training_rows(config)
+    if rows.text:
         files.append(TRAIN_FILE)
-        files += [n for n in (STARTS_FILE, RETRIEVAL_FILE) if (source / n).exists()]
-    return _made(source, "data", files)
+        files += [STARTS_FILE] * (source / STARTS_FILE).exists()
+        files += [RETRIEVAL_FILE] * bool(rows.prompts)
+    whole = _made(source, "data", files)
+    damaged = [f"{source / n}: {said}" for n in whole.files if (said := lost_array(source / n))]
+    return Take("data", missing=damaged[0]) if damaged else whole
 
 
 def _supernet(config: RunConfig, source: RunDir, found: Changes, data: Take) -> Take:

@@ -117,7 +117,7 @@ def check_texts(config: RunConfig, run_dir: RunDir, due: Collection[str]) -> Non
     made_by = "stages/data.json"
     if not (run_dir / made_by).exists() or not {"supernet", "scores", "search"} & set(due):
         return
-    lost = {name: said for name in _read_by(config, due) if (said := _lost(run_dir / name))}
+    lost = {name: said for name in _read_by(config, due) if (said := lost_array(run_dir / name))}
     if not lost:
         return
     named = ", ".join(f"{run_dir / name} ({said})" for name, said in lost.items())
@@ -136,7 +136,7 @@ def _read_by(config: RunConfig, due: Collection[str]) -> list[str]:
     return [*heldout, *(file for file, count in training if count)]
 
 
-def _lost(path: Path) -> str:
+def lost_array(path: Path) -> str:
     """Why an array cannot be read; empty where it can."""
     if not path.exists():
         return _MISSING

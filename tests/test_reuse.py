@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from archsearch.cli import app
 from archsearch.configfile import load_config
-from archsearch.reuse import Reuse, plan_reuse
+from archsearch.reuse import Reuse, plan_reuse, take
 from archsearch.rundir import RunDir
 
 FREE = ("search.sampler=random", "search.representation=free", "search.random_control=false")
@@ -159,6 +159,69 @@ def test_what_the_other_run_has_lost_or_not_made_is_made_here(
     assert lines[0] == f"reuse     data, scores in part from {source}"
     assert lines[1] == f"reuse     made here: supernet: {source} has not got that far"
     assert lines[2].startswith("reuse     made here: scores: causal (damaged")
+
+
+def test_text_that_the_other_run_has_lost_in_part_is_made_here(
+    scored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Without its prompts, or with a truncated file, the rest would be trained on as if it were all."""
+    source = Path(shutil.copytree(scored[1], tmp_path / "part"))
+    (source / "retrieval.npy").rename(tmp_path / "kept")
+    lines = reuse((scored[0], source), tmp_path / "new").lines()
+    assert f"reuse     made here: data: {source}/retrieval.npy: missing" in lines
+    (tmp_path / "kept").rename(source / "retrieval.npy")
+    whole = (source / "train.npy").read_bytes()
+    (source / "train.npy").write_bytes(whole[: len(whole) // 2])
+    lines = reuse((scored[0], source), tmp_path / "new").lines()
+    assert lines[1].startswith(f"reuse     made here: data: {source}/train.npy: damaged")
+
+
+def test_nothing_is_taken_that_was_made_from_other_text_than_this_runs(
+    scored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """This run has drawn its text before --reuse was given: with another seed that is other text."""
+    place = RunDir(shutil.copytree(scored[1], tmp_path / "new"))
+    for name in ("stages/supernet.json", "stages/scores.json", "scores/replacement_kl.json"):
+        (place / name).unlink()
+    assert reuse(scored, place.path).lines()[0] == f"reuse     supernet, scores from {scored[1]}"
+    text = (place / "train.npy").read_bytes()
+    (place / "train.npy").write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+    assert reuse(scored, place.path).lines() == [
+        f"reuse     nothing from {scored[1]}",
+        "reuse     made here: supernet: it is trained on other text",
+        "reuse     made here: scores: replacement_kl (text or twins are others)",
+    ]
+
+
+def test_twins_that_are_taken_leave_no_checkpoint_and_scores_that_are_here_are_this_runs(
+    scored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(scored[1], tmp_path / "new"))
+    (path / "align.checkpoint.safetensors").touch()
+    for name in ("supernet", "scores"):
+        (path / f"stages/{name}.json").unlink()
+    said: list[str] = []
+    with RunDir(path) as place:
+        take(reuse(scored, path), place, said.append)
+        assert not (place / "align.checkpoint.safetensors").exists()
+        # All scores are here already.
+        assert place.origins().keys() == {"supernet"}
+        assert place.stage("scores") is None
+    assert not said
+
+
+def test_a_run_that_was_stopped_at_once_gives_nothing(
+    scored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It has no teacher.json yet that could be compared."""
+    source, said = RunDir(tmp_path / "begun"), list[str]()
+    shutil.copytree(scored[1], tmp_path / "new", ignore=shutil.ignore_patterns("stages"))
+    source.write_json("config.json", json.loads((scored[1] / "config.json").read_text()))
+    with RunDir(tmp_path / "new") as place:
+        found = reuse((scored[0], source.path), place.path)
+        assert found.lines()[0] == f"reuse     nothing from {source.path}"
+        take(found, place, said.append)
+    assert not said
 
 
 @pytest.mark.parametrize("which", ["itself", "none"])

@@ -86,6 +86,20 @@ def check_storage(url: str) -> None:
             raise FieldFault(f"{FIELD}: {error}") from error
 
 
+def holds_studies(url: str) -> bool:
+    """Whether the database is there and has Optuna's tables; none is made. Raises as open_storage does."""
+    parsed = _parse(url)
+    with _opening(parsed):
+        if parsed.get_backend_name() != "sqlite":
+            return _in_time(partial(_has_tables, parsed), parsed)
+        path = Path(str(parsed.database))
+        if not path.exists():
+            return False
+        with _sqlite(path) as connection:
+            tables = connection.execute("SELECT name FROM sqlite_master WHERE name = 'studies'")
+            return tables.fetchone() is not None
+
+
 def open_storage(url: str) -> RDBStorage:
     """The storage at an Optuna URL; a database that does not exist is made.
 
@@ -196,6 +210,11 @@ def _in_time(call: Callable[[], _T], parsed: URL) -> _T:
         shown = parsed.render_as_string(hide_password=True)
         raise FieldFault(f"{FIELD}: {shown} does not answer within {CONNECT_SECONDS:g} s")
     return answers[0]
+
+
+def _has_tables(parsed: URL) -> bool:
+    with create_engine(parsed, poolclass=NullPool).connect() as connection:
+        return inspect(connection).has_table("studies")
 
 
 def _check_server(parsed: URL, url: str) -> None:

@@ -29,9 +29,9 @@ from .proposals.base import Evaluated
 from .samplers import VIOLATIONS, record_violations, recorded_violations
 from .stopping import Stop
 from .storage import (
+    holds_studies,
     keep_password,
     open_storage,
-    sqlite_file,
     storage_faults,
     storage_url,
 )
@@ -142,13 +142,12 @@ def claim_first_study(config: RunConfig, run_dir: RunDir) -> None:
 
 
 def check_studies(config: RunConfig, run_dir: RunDir) -> None:
-    """Checks that what the storage has of this run's studies is its own; it has been checked itself.
+    """Checks that what the storage has of this run's studies is its own; no tables are made in it.
 
     Raises ConfigError where it is another's, EnvironmentFault where it is damaged.
     """
     url = storage_url(config, run_dir)
-    file = sqlite_file(url)
-    if file is not None and not (file.exists() and file.stat().st_size):
+    if not holds_studies(url):
         return
     with storage_faults(url):
         storage = open_storage(url)

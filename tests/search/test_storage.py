@@ -6,6 +6,7 @@ import json
 import socket
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from archsearch.rundir import RunDir
 from archsearch.search import storage
 from archsearch.search.outcome import read_outcome
 from archsearch.search.storage import check_storage, keep_password, open_storage, storage_url
+from archsearch.search.study import check_studies
 from tests.search.fakes import SHAPE, fake_config, fake_search
 
 SECRET = "postgresql+psycopg2://me:p:w/x@host:5432/studies"
@@ -102,6 +104,17 @@ def test_a_database_that_others_hold_or_of_another_version_is_found(
     holder.close()
     with pytest.raises(EnvironmentFault, match=r"^search\.storage: sqlite.*cannot be opened: "):
         check_storage(url)
+
+
+def test_a_database_of_the_users_own_gets_no_tables_from_a_check(tmp_path: Path) -> None:
+    """A dry run asks it whose studies it has."""
+    with closing(sqlite3.connect(tmp_path / "own.db", isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE mine (number INTEGER)")
+    before = (tmp_path / "own.db").read_bytes()
+    config = fake_config(storage=f"sqlite:///{tmp_path / 'own.db'}")
+    check_studies(config, RunDir(tmp_path / "run"))
+    assert (tmp_path / "own.db").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["own.db"]
 
 
 def test_a_path_that_counts_from_another_folder_makes_no_new_database(
