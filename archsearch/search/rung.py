@@ -30,6 +30,7 @@ from .study import (
     INTERRUPTED,
     ORPHANED,
     OUTSIDE,
+    UNCOUNTED,
     OpenTrial,
     RungStudy,
     describe_trials,
@@ -39,7 +40,6 @@ from .study import (
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-_UNCOUNTED = (ORPHANED, INTERRUPTED, OUTSIDE)
 _MEMORY = (HOST_MEMORY, DEVICE_MEMORY)
 STARVED = 3
 """Candidates in a row that ran out of memory even alone before it is held to be the machine's fault."""
@@ -152,19 +152,19 @@ class Rung:
     def _may_retry(self, tries: Sequence[FrozenTrial]) -> bool:
         """Whether the failed tries of a candidate leave it another one."""
         reasons = [trial.user_attrs.get("reason", ORPHANED) for trial in tries]
-        if reasons[-1].startswith(_UNCOUNTED):
+        if reasons[-1].startswith(UNCOUNTED):
             return True
         if not tries[-1].user_attrs.get("retryable", False):
             return False
         # Out of memory is tried alone once, whatever the limit.
         limit = self._config.search.max_retries
         limit = max(1, limit) if reasons[-1].startswith(_MEMORY) else limit
-        return sum(not reason.startswith(_UNCOUNTED) for reason in reasons) <= limit
+        return sum(not reason.startswith(UNCOUNTED) for reason in reasons) <= limit
 
     def _again(self, job: Job, tries: Sequence[FrozenTrial]) -> Job:
         last = tries[-1]
         counted = [t.user_attrs.get("reason", "") for t in tries]
-        counted = [reason for reason in counted if not reason.startswith(_UNCOUNTED)]
+        counted = [reason for reason in counted if not reason.startswith(UNCOUNTED)]
         return replace(
             job,
             head_map=self._records.head_map(last),

@@ -39,6 +39,7 @@ from .storage import (
 ORPHANED = "orphaned"
 INTERRUPTED = "interrupted"
 OUTSIDE = "not its fault"
+UNCOUNTED = (ORPHANED, INTERRUPTED, OUTSIDE)
 """Reasons, or how they begin, of a try that ended for no reason of its candidate's: it does not count."""
 PRUNED_AFTER = "pruned_after"
 """User attribute of a trial that was never begun: the tokens after which its candidate did not go on."""
@@ -342,12 +343,17 @@ class RungStudy:
         return found
 
     def failures(self) -> list[Failure]:
-        """Every candidate whose tries all failed or were pruned."""
-        return [
-            Failure(number, last.user_attrs["method"], last.user_attrs.get("reason", "unknown"))
-            for number, (*_, last) in sorted(self.attempts().items())
-            if last.state in (TrialState.FAIL, TrialState.PRUNED)
-        ]
+        """Every candidate whose tries all failed or were pruned.
+
+        None whose last try does not count: it is tried again, unless it has dropped out of the search since.
+        """
+        found = []
+        for number, (*_, last) in sorted(self.attempts().items()):
+            reason = last.user_attrs.get("reason", "unknown")
+            ended = last.state in (TrialState.FAIL, TrialState.PRUNED)
+            if ended and not reason.startswith(UNCOUNTED):
+                found.append(Failure(number, last.user_attrs["method"], reason))
+        return found
 
 
 def head_map_text(head_map: HeadMap) -> str:

@@ -85,6 +85,26 @@ def test_a_lower_limit_takes_nothing_back(tmp_path: Path) -> None:
     )
 
 
+class Stopped(FakeWorker):
+    """Ctrl-C in the midst of a candidate."""
+
+    def __call__(self, spec: Any) -> Any:
+        if spec.candidate == 6:
+            raise KeyboardInterrupt
+        return super().__call__(spec)
+
+
+def test_a_candidate_that_a_lower_limit_leaves_where_it_was_stopped_has_not_failed(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fake_search(fake_config(trials=8), tmp_path, worker=Stopped)
+    outcome = fake_search(fake_config(trials=5), tmp_path)
+    assert (len(outcome.last.search), outcome.failed) == (6, 0)
+    outcome = fake_search(fake_config(trials=8), tmp_path)
+    assert (len(outcome.last.search), outcome.failed) == (8, 0)
+
+
 def test_more_trials_and_more_scores_leave_the_seeds_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
