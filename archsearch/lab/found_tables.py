@@ -12,7 +12,7 @@ from .found_maps import BEST, is_found
 from .ledger import FAILED, VALUES
 from .records import LabBook, markdown
 from .selection_maps import CONTROL, deciding, metric_of, retrieval_columns, retrieval_nll
-from .selection_tables import DIGITS, Line, Name, Table, means
+from .selection_tables import Line, Name, Table, means, short
 
 NONE = "–"
 
@@ -170,7 +170,7 @@ def record_share(book: LabBook, table: Table, share: float) -> None:
         text = f"kl, found by {name_text(one.name)}, {at}"
         book.add(
             text,
-            _short(one.row.kl),
+            short(one.row.kl),
             "nats/token",
             f"{len(one.selectors)} selectors' maps at the share",
             **_facts(one.row),
@@ -181,11 +181,9 @@ def record_share(book: LabBook, table: Table, share: float) -> None:
     selectors = [row for row in rows if row.chosen]
     if selectors:
         low, most = min(selectors, key=lambda r: r.kl), max(selectors, key=lambda r: r.needles)
+        book.add(f"kl, lowest of selectors, {at}", short(low.kl), "nats/token", None, **_facts(low))
         book.add(
-            f"kl, lowest of selectors, {at}", _short(low.kl), "nats/token", None, **_facts(low)
-        )
-        book.add(
-            f"needles, most of selectors, {at}", _short(most.needles), "share", None, **_facts(most)
+            f"needles, most of selectors, {at}", short(most.needles), "share", None, **_facts(most)
         )
 
 
@@ -194,13 +192,9 @@ def _facts(row: Row) -> dict[str, Any]:
         "names": [name_text(name) for name in row.names],
         "fa_share": row.line.head_map.fa_share,
         "cache_bytes": row.cache,
-        "kl_on_heldout": _short(row.kl),
-        "needles_found": _short(row.needles),
+        "kl_on_heldout": short(row.kl),
+        "needles_found": short(row.needles),
     }
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
 
 
 def name_text(name: Name) -> str:

@@ -14,7 +14,7 @@ from ..timings import read_timings
 from .records import LabBook, markdown
 from .search_runs import Evaluation, Search
 from .search_tables import SHARE, STEP
-from .selection_tables import DIGITS
+from .selection_tables import short
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 """Of the seconds and of the trials of the search that had fewest: where fronts are compared."""
@@ -201,27 +201,23 @@ def record_fronts(book: LabBook, fronts: Fronts) -> None:
     facts: dict[str, Any] = {"tokens": fronts.tokens, "objectives": objectives}
     for curve in fronts.curves:
         whole = fronts.scale.hypervolume(curve.found)
-        steps = [[_short(s), n, _short(v)] for s, n, v in curve.steps(fronts.scale)]
-        counts = {"trials": len(curve.found), "seconds": _short(curve.total)}
+        steps = [[short(s), n, short(v)] for s, n, v in curve.steps(fronts.scale)]
+        counts = {"trials": len(curve.found), "seconds": short(curve.total)}
         text = f"hypervolume of {curve.name}, {at}"
-        book.add(text, _short(whole), SHARE, None, **facts, **counts, **box, curve=steps)
+        book.add(text, short(whole), SHARE, None, **facts, **counts, **box, curve=steps)
         for seconds, volume in zip(fronts.seconds, fronts.after_seconds(curve), strict=True):
             own = {"trials": len(curve.within(seconds)), "ended": curve.total < seconds}
-            book.add(f"{text}, after {seconds:.2f} s", _short(volume), SHARE, None, **facts, **own)
+            book.add(f"{text}, after {seconds:.2f} s", short(volume), SHARE, None, **facts, **own)
         for number, volume in zip(fronts.trials, fronts.after_trials(curve), strict=True):
             own = {"ended": len(curve.found) < number}
-            book.add(f"{text}, after {number} trials", _short(volume), SHARE, None, **facts, **own)
+            book.add(f"{text}, after {number} trials", short(volume), SHARE, None, **facts, **own)
     for race in fronts.races():
         seconds, number = race.reached or (-1.0, -1)
         book.add(
             f"seconds of {race.search.name} to the hypervolume of {race.other.name}, {at}",
-            _short(seconds),
+            short(seconds),
             "s; -1 is never",
-            f"{_short(race.volume)} within {fronts.seconds[-1]:.2f} s",
+            f"{short(race.volume)} within {fronts.seconds[-1]:.2f} s",
             trials=number,
             **facts,
         )
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")

@@ -215,7 +215,7 @@ def record(table: Table, path: Path) -> None:
         book.rows += [row for row in json.loads(path.read_text()) if row["stage"] not in stages]
     facts = record_readings(book, table)
     for aim in aims(table):
-        book.add(aim.name, float(f"{aim.value:.{DIGITS}g}"), "", f"at most {aim.most:.4g}", **facts)
+        book.add(aim.name, short(aim.value), "", f"at most {aim.most:.4g}", **facts)
     book.write(path)
 
 
@@ -225,7 +225,14 @@ def record_readings(book: LabBook, table: Table) -> dict[str, Any]:
     decide = deciding(columns, table.teacher)
     stage = min((line.stage for line in table.lines), default="")
     facts: dict[str, Any] = {"stage": stage, "decides": decide}
-    book.add("kl, teacher", 0.0, "nats/token", None, **facts, figures=_short(table.teacher))
+    book.add(
+        "kl, teacher",
+        0.0,
+        "nats/token",
+        None,
+        **facts,
+        figures={n: short(v) for n, v in table.teacher.items()},
+    )
     for line in table.lines:
         if VALUES not in line.row:
             continue
@@ -236,7 +243,7 @@ def record_readings(book: LabBook, table: Table) -> dict[str, Any]:
         nll = retrieval_nll(values, decide)
         book.add(
             f"kl, {selectors[0]}, {line.tokens} tokens, seed {line.seed}",
-            float(f"{line.kl:.{DIGITS}g}"),
+            short(line.kl),
             "nats/token",
             f"{LAYERS} at the same share",
             stage=line.stage,
@@ -246,12 +253,13 @@ def record_readings(book: LabBook, table: Table) -> dict[str, Any]:
             fa_share=line.head_map.fa_share,
             cache_bytes=table.bytes_of(line.head_map),
             gpu_seconds=round(line.gpu_seconds, 2),
-            retrieval_nll=None if nll is None else float(f"{nll:.{DIGITS}g}"),
-            figures=_short({name: value for name, value in values.items() if name != "kl"}),
+            retrieval_nll=None if nll is None else short(nll),
+            figures={name: short(value) for name, value in values.items() if name != "kl"},
             head_map=head_map_text(line.head_map),
         )
     return facts
 
 
-def _short(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.{DIGITS}g}") for name, value in values.items()}
+def short(value: float) -> float:
+    """A figure with the digits of the lab book."""
+    return float(f"{value:.{DIGITS}g}")
