@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -17,6 +18,14 @@ from .search.storage import check_storage, sqlite_file, storage_url
 
 HOST = "127.0.0.1"
 MOST_PORT = 65_535
+_STORAGE = "ARCHSEARCH_STORAGE"
+# Every user of a machine sees the arguments of a process, and an URL may hold a password.
+_SERVE = f"""
+import os, sys
+from optuna_dashboard._cli import main
+sys.argv[:1] = ["optuna-dashboard", os.environ.pop("{_STORAGE}")]
+main()
+"""
 
 
 def serve(run_dir: RunDir, port: str, say: Callable[[str], None]) -> None:
@@ -36,10 +45,15 @@ def serve(run_dir: RunDir, port: str, say: Callable[[str], None]) -> None:
     if not program.exists():
         raise EnvironmentFault("dashboard: the Python package optuna-dashboard is not installed")
     say(f"http://{HOST}:{number}/ (Ctrl-C stops it)")
-    command = [str(program), storage, "--host", HOST, "--port", str(number)]
+    command = [sys.executable, "-P", "-c", _SERVE, "--host", HOST, "--port", str(number)]
     with contextlib.suppress(KeyboardInterrupt):
         # Ctrl-C reaches it too, where it would print a traceback: it leaves its end to us.
-        status = subprocess.run(command, check=False, preexec_fn=_ignore_interrupt).returncode
+        status = subprocess.run(
+            command,
+            check=False,
+            env={**os.environ, _STORAGE: storage},
+            preexec_fn=_ignore_interrupt,
+        ).returncode
         if status:
             raise EnvironmentFault(f"dashboard: optuna-dashboard ended with status {status}")
 
