@@ -41,20 +41,19 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Kernels are interpreted on the CPU in a process of their own, since Triton reads the variable when it is imported, beside the
-# other tests; by one thread, since more of them are slower on such small pieces.
-INTERPRETED = $(BIN)/python -m pytest -q tests/kernels tests/attention/test_full_kernels.py \
-	-m 'not gpu and not slow_interpreter'
+# Processes that share the tests, of one thread each: more threads are slower on such small pieces. Each takes about 1 GB.
+TEST_PROCESSES ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
 
+# The kernels are interpreted in processes of their own, since Triton reads the variable when it is imported.
 pytest: $(STAMP)
-	@said=$$(mktemp); \
+	@status=0; $(PYTEST) || status=$$?; \
 	if $(BIN)/python -c 'import triton' 2>/dev/null; then \
-		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(INTERPRETED) >$$said 2>&1 & \
+		echo "kernels, interpreted:"; \
+		TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/attention/test_full_kernels.py \
+			-m 'not gpu and not slow_interpreter' || status=$$?; \
 	fi; \
-	kernels=$$!; status=0; \
-	$(BIN)/python -m pytest -q || status=$$?; \
-	if [ -n "$$kernels" ]; then wait $$kernels || status=$$?; fi; \
-	echo "kernels, interpreted:"; cat $$said; rm -f $$said; exit $$status
+	exit $$status
 
 test: lint pytest  ## what CI runs
 

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of Ray come first and together: of the processes that share the tests one alone starts it."""
+
+    def needs_ray(item: pytest.Item) -> bool:
+        fixtures = getattr(item, "fixturenames", ())
+        return "shared_ray" in fixtures or item.get_closest_marker("ray") is not None
+
+    items.sort(key=lambda item: not needs_ray(item))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have left stays: collections of garbage, one after each trial, need not go through it all."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws depends on itself alone, wherever and after whatever it runs."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[None]:
-    """One Ray for all tests: each start costs seconds."""
+    """One Ray for all tests of a process: each start costs seconds."""
     from archsearch.execution import ray_executor
 
     ray_executor.start_ray(2)

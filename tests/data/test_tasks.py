@@ -309,7 +309,7 @@ def test_more_keys_than_there_are_words_or_numbers_are_refused(kind: ProbeKind) 
 @pytest.mark.parametrize("kind", RETRIEVAL_KINDS)
 def test_a_tokenizer_that_splits_answers_unevenly_is_refused(kind: ProbeKind) -> None:
     with pytest.raises(ConfigError) as error:
-        draw(unary_tokenizer(), kind, 1, digits=1)
+        draw(unary_tokenizer(), kind, 1, digits=1, context=400)
     message = str(error.value)
     assert message.startswith(f"probes.digits: {kind} probes: with this tokenizer 50 draws")
     assert re.search(r"distractor has \d tokens, ' \d'; answer has \d, ' \d'$", message)
@@ -327,12 +327,12 @@ def test_words_that_the_tokenizer_lacks_are_refused(kind: ProbeKind) -> None:
     if kind in ("single", "multikey", "multiquery"):
         assert draw(word_tokenizer(), kind, 1)
         with pytest.raises(ConfigError, match=rf"^probes\.digits: {kind} probes: "):
-            draw(word_tokenizer(numbers=False), kind, 1)
+            draw(word_tokenizer(numbers=False), kind, 1, context=400)
         return
     with pytest.raises(
         ConfigError, match=f"{kind} probes: .*(no token for some of their words|same tokens)"
     ):
-        draw(word_tokenizer(), kind, 1)
+        draw(word_tokenizer(), kind, 1, context=400)
 
 
 def test_an_unknown_kind_is_a_programming_error() -> None:

@@ -19,7 +19,7 @@ from tests.execution.workers import Calculator
 PAYLOAD = {"offset": 10}
 
 
-@pytest.fixture(params=["serial", "ray"])
+@pytest.fixture(params=["serial", pytest.param("ray", marks=pytest.mark.ray)])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "ray":
         request.getfixturevalue("shared_ray")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +147,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-if __name__ == "__main__":
-    # A driver in a process of its own, to be killed: python -m tests.search.fakes FOLDER SEARCH PAYLOAD
-    _, where, search_json, payload_json = sys.argv
-    fake_search(fake_config(**json.loads(search_json)), Path(where), **json.loads(payload_json))
-
-
 def going_on(fronts: Fronts, most: int | None = None) -> tuple[list[Candidate], list[Candidate]]:
     """Who goes on from these fronts, the search's and the control's, by number."""
     search, control = (
@@ -157,3 +154,41 @@ def going_on(fronts: Fronts, most: int | None = None) -> tuple[list[Candidate], 
         for each in promote_fronts(fronts, (), (), most, "search.max_promoted")
     )
     return search, control
+
+
+def killed_searches(folder: Path, search: dict[str, Any], dying: Sequence[int]) -> list[int]:
+    """Exit codes of that many calls of one search, each in a process that dies in one of these candidates."""
+    faults = {str(number): ["die"] for number in dying}
+    command = [sys.executable, "-m", "tests.search.fakes", str(folder), json.dumps(search)]
+    root = Path(__file__).parents[2]
+    paths = [os.environ.get("PYTHONPATH"), str(root), str(root / "kernels")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    done = subprocess.run(
+        [*command, json.dumps(faults)],
+        check=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    codes: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return codes
+
+
+def search_until_killed(folder: str, search: str, faults: str) -> None:
+    """Writes the exit codes of as many calls as there are faults to the standard output."""
+    codes = []
+    for _ in json.loads(faults):
+        # Forked from a process that has no threads, so that what takes longest, the imports, is done once.
+        driver = multiprocessing.get_context("fork").Process(
+            target=fake_search,
+            args=(fake_config(**json.loads(search)), Path(folder)),
+            kwargs={"faults": json.loads(faults)},
+        )
+        driver.start()
+        driver.join()
+        codes.append(driver.exitcode)
+    sys.stdout.write(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    search_until_killed(*sys.argv[1:])

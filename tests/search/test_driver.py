@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -31,6 +28,7 @@ from tests.search.fakes import (
     fake_config,
     fake_search,
     going_on,
+    killed_searches,
     read_log,
 )
 
@@ -168,23 +166,13 @@ def test_kill_and_resume_reach_the_same_front(tmp_path: Path, sampler: str) -> N
     whole = fake_search(fake_config(**search), tmp_path / "whole")
     folder = tmp_path / "killed"
     # The worker dies, and in this process the driver with it: once in a seed, twice after the seeds.
-    payload = {"faults": {str(number): ["die"] for number in (2, 6, 8)}}
-    command = ["-m", "tests.search.fakes", str(folder), json.dumps(search), json.dumps(payload)]
-    for _ in range(3):
-        died = subprocess.run([sys.executable, *command], check=False, env=environment())
-        assert died.returncode == -signal.SIGKILL
+    assert killed_searches(folder, search, (2, 6, 8)) == [-signal.SIGKILL] * 3
     said: list[str] = []
     resumed = fake_search(fake_config(**search), folder, said=said)
     assert said == ["fake@0: requeued after an interruption: candidate 8"]
     assert_exact(resumed, folder, 10)
     assert len(read_log(folder / "calls.jsonl")) == 10 + 3
     assert front_of(resumed) == front_of(whole)
-
-
-def environment() -> dict[str, str]:
-    root = Path(__file__).parents[2]
-    paths = [os.environ.get("PYTHONPATH"), str(root), str(root / "kernels")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 @pytest.mark.parametrize("step", ["begin", "note", "end"])

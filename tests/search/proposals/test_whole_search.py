@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from archsearch.execution.ray_executor import RayExecutor
 from archsearch.rundir import RunDir
 from archsearch.search.driver import run_search
 from archsearch.search.outcome import SearchOutcome
-from tests.search.fakes import SCORES, SHAPE, FakeWorker, fake_config, fake_search
+from tests.search.fakes import SCORES, SHAPE, FakeWorker, fake_config, fake_search, killed_searches
 
 TRIALS = 24
 
@@ -44,14 +40,7 @@ def test_killed_and_resumed_it_finds_the_same_front(tmp_path: Path, search: dict
     whole = fake_search(fake_config(**search), tmp_path / "whole")
     folder = tmp_path / "killed"
     # The worker dies, and in this process the driver with it: in a seed, and among proposals.
-    payload = {"faults": {str(number): ["die"] for number in (2, 11, 20)}}
-    command = ["-m", "tests.search.fakes", str(folder), json.dumps(search), json.dumps(payload)]
-    root = Path(__file__).parents[3]
-    paths = [os.environ.get("PYTHONPATH"), str(root), str(root / "kernels")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    for _ in range(3):
-        died = subprocess.run([sys.executable, *command], check=False, env=environment)
-        assert died.returncode == -signal.SIGKILL
+    assert killed_searches(folder, search, (2, 11, 20)) == [-signal.SIGKILL] * 3
     resumed = fake_search(fake_config(**search), folder, said=[])
     assert front_of(resumed) == front_of(whole)
     assert len(set(maps_of(folder))) == len(maps_of(folder)) == TRIALS
