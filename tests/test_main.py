@@ -44,8 +44,8 @@ def test_python_m_archsearch_is_the_command() -> None:
     [
         ("typer", "error"),
         ("yaml", "error"),
-        ("archsearch.plan", "error"),
-        ("archsearch.plan", "ModuleNotFoundError('what transformers makes of it')"),
+        ("archsearch.models.kernels", "error"),
+        ("archsearch.models.kernels", "ModuleNotFoundError('what transformers makes of it')"),
     ],
 )
 def test_an_interrupt_during_an_import_is_one_line(module: str, raised: str) -> None:

@@ -91,13 +91,24 @@ def test_each_reading_is_a_run_of_that_length(teacher: Teacher, batches: BatchSo
         assert torch.equal(notebook.weights[0][name], value), name
 
 
+@pytest.fixture(scope="module")
+def whole(teacher: Teacher) -> tuple[Notebook, list[Reading]]:
+    """What a run that is never killed shows and returns."""
+    notebook = Notebook()
+    return notebook, read(teacher, random_batches, notebook)
+
+
 @pytest.mark.parametrize("in_measure", [None, 7 * BATCH])
 @pytest.mark.parametrize("step", [1, 5, 6, 10])
 def test_a_killed_run_goes_on_to_the_same_readings(
-    teacher: Teacher, batches: BatchSource, tmp_path: Path, step: int, in_measure: int | None
+    teacher: Teacher,
+    batches: BatchSource,
+    whole: tuple[Notebook, list[Reading]],
+    tmp_path: Path,
+    step: int,
+    in_measure: int | None,
 ) -> None:
-    whole = Notebook()
-    expected = read(teacher, batches, whole)
+    notebook, expected = whole
     options = {"checkpoint": tmp_path / "run.safetensors", "save_seconds": 0.0}
     with pytest.raises(Killed):
         read(teacher, killed_before(batches, step), Notebook(kill_at=in_measure), **options)
@@ -106,21 +117,24 @@ def test_a_killed_run_goes_on_to_the_same_readings(
     assert without_seconds(found) == without_seconds(expected)
     for tokens, state in rest.weights.items():
         for name, value in state.items():
-            assert torch.equal(whole.weights[tokens][name], value), (tokens, name)
+            assert torch.equal(notebook.weights[tokens][name], value), (tokens, name)
     # A third time nothing is left to do.
     assert read(teacher, batches, idle := Notebook(), **options) == found
     assert not idle.weights
 
 
 def test_longer_readings_may_be_added_and_passed_ones_may_not(
-    teacher: Teacher, batches: BatchSource, tmp_path: Path
+    teacher: Teacher,
+    batches: BatchSource,
+    whole: tuple[Notebook, list[Reading]],
+    tmp_path: Path,
 ) -> None:
     options = {"checkpoint": tmp_path / "run.safetensors"}
     read(teacher, batches, Notebook(), readings=LENGTHS[:3], **options)
     added = Notebook()
     found = read(teacher, batches, added, **options)
     assert list(added.weights) == LENGTHS[3:]
-    assert without_seconds(found) == without_seconds(read(teacher, batches, Notebook()))
+    assert without_seconds(found) == without_seconds(whole[1])
     with pytest.raises(ConfigError, match="a reading at 1920 tokens leaves at 3"):
         read(teacher, batches, Notebook(), readings=[4 * BATCH, 5 * BATCH], **options)
 
