@@ -28,6 +28,8 @@ from archsearch.plan import STAGES
 
 ROOT = Path(__file__).parents[2]
 TRIALS, TOKENS = 10, (0, 256)
+SEARCHED = 6
+"""Trials of the search that is killed: seeds, and two that the sampler chooses."""
 SPAWN = """\
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -57,7 +59,9 @@ def test_a_killed_search_ends_with_every_candidate_once(
     run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "a run#1.x"
-    path = call(monkeypatch, run_config, run, "--kill-at", "0.4", "--set", "search.max_promoted=2")
+    sets = [f"search.trials={SEARCHED}", "search.max_promoted=2"]
+    words = [word for change in sets for word in ("--set", change)]
+    path = call(monkeypatch, run_config, run, "--kill-at", "0.7", *words)
     rows = {row["metric"]: row for row in json.loads(path.read_text())}
 
     def value(metric: str) -> Any:
@@ -76,10 +80,10 @@ def test_a_killed_search_ends_with_every_candidate_once(
     assert value("finished stages that ran again") == 0
 
     kept = rows["candidates finished before the kill, unchanged at the end"]
-    assert 4 <= kept["value"] < 2 * TRIALS
+    assert 4 <= kept["value"] < 2 * SEARCHED
     assert kept["compared_to"] == f"exactly {kept['value']}"
     for group in ("search", "control"):
-        assert value(f"candidates evaluated, {group}, 0 proxy tokens") == TRIALS
+        assert value(f"candidates evaluated, {group}, 0 proxy tokens") == SEARCHED
         assert value(f"candidates evaluated, {group}, 256 proxy tokens") >= 1
     trials = json.loads((run / "trials.json").read_text())["rungs"]
     for rung in trials:
