@@ -107,7 +107,7 @@ def test_scoring_that_cannot_be_is_refused(scoring: dict[str, Any], message: str
 @pytest.mark.parametrize("field", ["kinds", "unseen"])
 def test_contexts_beyond_the_window_need_a_word(field: str) -> None:
     # The unseen kinds are words that the tiny teacher's tokenizer lacks.
-    probes = {"contexts": [2048, 4096], field: ["single"]}
+    probes = {"contexts": [256, 4096], field: ["single"]}
     message = r"^probes\.contexts: 4096 is beyond the teacher's 2048 tokens; allowed: 1 to 2048, or more with probes\.beyond_window: true$"
     with pytest.raises(ConfigError, match=message):
         check_config(config_with(probes={"kinds": ["single"], **probes}), INFO)
