@@ -59,7 +59,7 @@ OWNER_FILE = "owner.json"
 _NO_FOLDER = "is a file; a run directory is expected"
 _DISK_FAULTS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
-_Part = TypeVar("_Part", dict[str, Any], list[Any])
+_Part = TypeVar("_Part", dict[str, Any], list[Any], bool)
 
 
 class RunDir:
@@ -217,10 +217,8 @@ class RunDir:
 
     def has_trials(self) -> bool:
         """Whether a search has begun here, whatever database holds its trials."""
-        owner = self.read_json(OWNER_FILE) if (self / OWNER_FILE).exists() else {}
-        return bool(owner.get("begun")) or any(
-            (self / name).exists() for name in ("study.db", "trials.json")
-        )
+        begun = (self / OWNER_FILE).exists() and self._read_part(OWNER_FILE, "begun", bool)
+        return begun or any((self / name).exists() for name in ("study.db", "trials.json"))
 
     def _has_scores(self) -> bool:
         """Whether heads are scored, or were once."""

@@ -18,10 +18,7 @@ import pytest
 from archsearch.changes import describe_changes, differences
 from archsearch.config import RunConfig
 from archsearch.errors import ConfigError, EnvironmentFault
-from archsearch.rundir import (
-    RunDir,
-    require_disk,
-)
+from archsearch.rundir import OWNER_FILE, RunDir, require_disk
 
 HOLD = """
 import sys, time
@@ -312,3 +309,10 @@ def test_too_little_disk_is_found_before_the_start(tmp_path: Path) -> None:
 def test_differences_reach_into_sections() -> None:
     old, new = {"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3, "e": 4}, "d": [2]}
     assert differences(old, new) == {"a.c": (2, 3), "a.e": (None, 4), "d": ([1], [2])}
+
+
+def test_a_damaged_owner_file_is_one_line(tmp_path: Path) -> None:
+    with RunDir(tmp_path) as run_dir:
+        run_dir.write_json(OWNER_FILE, ["no object"])
+        with pytest.raises(ConfigError, match=r"owner\.json: damaged, no bool begun in it"):
+            run_dir.has_trials()

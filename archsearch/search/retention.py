@@ -129,8 +129,8 @@ def measure_retention(
             if verdict.reason is not None:
                 say(f"retention: {kept.source} failed: {verdict.reason}")
             maps[result.task_id] = replace(kept, metrics=verdict.metrics, reason=verdict.reason)
-        measured = tuple(kept for kept in maps if kept.metrics or kept.reason)
-        run_dir.write_json(RETENTION_FILE, replace(done, maps=measured).to_json())
+            measured = tuple(kept for kept in maps if kept.metrics or kept.reason)
+            run_dir.write_json(RETENTION_FILE, replace(done, maps=measured).to_json())
 
 
 def compared_maps(

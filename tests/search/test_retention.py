@@ -10,6 +10,7 @@ import pytest
 
 from archsearch.config import RunConfig
 from archsearch.errors import ConfigError, EnvironmentFault
+from archsearch.execution.serial import SerialExecutor
 from archsearch.headmap import HeadMap
 from archsearch.rundir import RunDir
 from archsearch.search.driver import needed_scores
@@ -156,3 +157,22 @@ def test_a_file_that_is_gone_is_no_maps_fault(tmp_path: Path) -> None:
         search(tmp_path, worker=Losing)
     assert not (tmp_path / RETENTION_FILE).exists()
     search(tmp_path)
+
+
+def test_maps_that_were_measured_beside_a_fault_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Losing(FakeWorker):
+        def __call__(self, spec: TrialSpec) -> TrialResult:
+            if spec.retention and len(calls_of(tmp_path)) == 2:
+                raise FileNotFoundError(2, "No such file or directory", "train.npy")
+            return super().__call__(spec)
+
+    monkeypatch.setattr(SerialExecutor, "capacity", 3)
+    with pytest.raises(EnvironmentFault, match=r"train\.npy"):
+        search(tmp_path, worker=Losing)
+    kept = read_retention(RunDir(tmp_path))
+    assert kept is not None
+    assert [bool(found.metrics) for found in kept.maps] == [True, True]
+    search(tmp_path)
+    assert len(calls_of(tmp_path)) == len(set(_maps(tmp_path)))
