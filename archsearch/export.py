@@ -147,6 +147,10 @@ def _save_model(model: HydraHeadForCausalLM, directory: Path) -> None:
     try:
         model.config.auto_map = AUTO_MAP
         model.save_pretrained(directory, state_dict=weights)
+        # safetensors makes files for their owner alone.
+        mode = (directory / "config.json").stat().st_mode
+        for path in directory.glob("*.safetensors"):
+            path.chmod(mode)
     finally:
         model.config = original
 

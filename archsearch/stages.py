@@ -160,6 +160,11 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
     context.supernet.save(target, teacher, rank=config.supernet.rank)
     checkpoint.unlink(missing_ok=True)
     error = context.supernet.meta["metrics"]["error_median"]
+    if error >= 1:
+        progress.line(
+            f"supernet: warning: the median error of a twin is {error:.3g}, where the best constant has 1: "
+            "supernet.tokens or supernet.learning_rate is too small for a search"
+        )
     return (
         f"{config.supernet.tokens:,} tokens, median error of a twin {error:.3f}, "
         f"{bytes_text(target.stat().st_size)}"

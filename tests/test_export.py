@@ -153,6 +153,12 @@ def test_export_round_trip_with_this_package(
     assert json.loads((tmp_path / "provenance.json").read_text()) == {"candidate": 7}
 
 
+def test_whoever_reads_the_config_reads_the_weights(tmp_path: Path) -> None:
+    write_case(tmp_path / "out", "llama", False, ("FGFG", "GGGG", "FFFF"))
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_export_copies_the_code_verbatim(tmp_path: Path) -> None:
     export_module.copy_code(tmp_path)
     own = Path(export_module.__file__).parent / "attention"

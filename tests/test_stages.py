@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,25 @@ def test_pairs_are_drawn_once_for_twins_and_scores(
     settings = load_config(run_config, ["supernet.tokens=128"])
     run_stages(settings, RunDir(tmp_path / "run"), Printer(Console(quiet=True)), last="scores")
     assert calls == [RunContext(settings, RunDir(tmp_path / "run")).seed("scoring")]
+
+
+@pytest.mark.parametrize(("error", "warned"), [(0.9, False), (1.5, True)])
+def test_twins_that_are_worse_than_a_constant_are_warned_of(
+    run_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, warned: bool
+) -> None:
+    real = stages.align
+
+    def aligned(*args: Any, **kwargs: Any) -> Any:
+        supernet = real(*args, **kwargs)
+        supernet.meta["metrics"]["error_median"] = error
+        return supernet
+
+    monkeypatch.setattr(stages, "align", aligned)
+    settings, said = load_config(run_config, ["supernet.tokens=128"]), StringIO()
+    printer = Printer(Console(file=said, width=300))
+    run_stages(settings, RunDir(tmp_path / "run"), printer, last="supernet")
+    text = "supernet: warning: the median error of a twin is 1.5, where the best constant has 1: "
+    assert (text in said.getvalue()) is warned
 
 
 def test_seeds_differ_by_purpose_and_follow_the_config(run_config: Path, tmp_path: Path) -> None:
