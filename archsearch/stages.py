@@ -163,7 +163,7 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
     if error >= 1:
         progress.line(
             f"supernet: warning: the median error of a twin is {error:.3g}, where the best constant has 1: "
-            "supernet.tokens or supernet.learning_rate is too small for a search"
+            "allowed, but more supernet.tokens, or another supernet.learning_rate, make better twins"
         )
     return (
         f"{config.supernet.tokens:,} tokens, median error of a twin {error:.3f}, "
