@@ -162,7 +162,7 @@ def _make_supernet(context: RunContext, progress: StageProgress) -> str:
     error = context.supernet.meta["metrics"]["error_median"]
     if error >= 1:
         progress.line(
-            f"supernet: warning: the median error of a twin is {error:.3g}, where the best constant has 1: "
+            f"warning: supernet: the median error of a twin is {error:.3g}, where the best constant has 1: "
             "allowed, but more supernet.tokens, or another supernet.learning_rate, make better twins"
         )
     return (

@@ -93,7 +93,7 @@ def test_twins_that_are_worse_than_a_constant_are_warned_of(
     settings, said = load_config(run_config, ["supernet.tokens=128"]), StringIO()
     printer = Printer(Console(file=said, width=300))
     run_stages(settings, RunDir(tmp_path / "run"), printer, last="supernet")
-    text = "supernet: warning: the median error of a twin is 1.5, where the best constant has 1: "
+    text = "warning: supernet: the median error of a twin is 1.5, where the best constant has 1: "
     assert (text in said.getvalue()) is warned
 
 
