@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from archsearch.config import RunConfig
 from archsearch.cost import cache_bytes
 from archsearch.execution.serial import SerialExecutor
 from archsearch.headmap import HeadMap, ModelShape
 from archsearch.rundir import RunDir
+from archsearch.search import stopping
 from archsearch.search.driver import run_search
 from archsearch.search.front import Candidate, Fronts
 from archsearch.search.outcome import SearchOutcome
@@ -97,6 +100,25 @@ class FakeWorker:
             case "pruned":
                 return TrialResult(spec.candidate, "pruned", "worse than half of its rung")
         return TrialResult(spec.candidate, "ok", None, metrics, spec.proxy_tokens, 0.5)
+
+
+class FakeClock:
+    """The time that limits read: it goes on while a worker of its own evaluates, and at no other time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 0.0) -> None:
+        self.now = now
+        monkeypatch.setattr(stopping.time, "monotonic", lambda: self.now)
+
+    def worker(self, seconds: Callable[[TrialSpec], float]) -> type[FakeWorker]:
+        """Workers whose candidates take so long."""
+        clock = self
+
+        class Slow(FakeWorker):
+            def __call__(self, spec: TrialSpec) -> TrialResult:
+                clock.now += seconds(spec)
+                return super().__call__(spec)
+
+        return Slow
 
 
 def fake_metrics(head_map: HeadMap, tokens: int) -> dict[str, float]:

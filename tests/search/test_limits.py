@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from archsearch.search import stopping
 from archsearch.search.stopping import changed_limits, limits_of
 from archsearch.search.study import find_study, open_storage
 from tests.search.fakes import (
     CAUSAL,
     SCORES,
     SHAPE,
+    FakeClock,
     FakeWorker,
     fake_config,
     fake_search,
@@ -37,22 +37,15 @@ LOOSER = {
 def test_a_search_goes_on_with_a_higher_limit_also_after_its_final_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-
-    class Slow(FakeWorker):
-        def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 6
-            return super().__call__(spec)
+    slow = FakeClock(monkeypatch).worker(lambda spec: 6)
 
     options, higher = LOOSER[limit]
     options = {"final": {"tokens": 900, "max_points": 4}, **options}
-    first = fake_search(fake_config(**options), tmp_path, worker=Slow)
+    first = fake_search(fake_config(**options), tmp_path, worker=slow)
     assert first.last.proxy_tokens == 900
     said: list[str] = []
     config = fake_config(**{**options, limit: higher})
-    more = fake_search(config, tmp_path, said=said, worker=Slow)
+    more = fake_search(config, tmp_path, said=said, worker=slow)
     assert changed_limits(limits_of(fake_config(**options).search), config.search) == ([limit], [])
     for before, after in zip(first.rungs, more.rungs, strict=True):
         assert {c.candidate for c in before.search} <= {c.candidate for c in after.search}
@@ -123,23 +116,16 @@ def test_more_trials_and_more_scores_leave_the_seeds_as_they_are(
 def test_minutes_count_from_the_first_call_whatever_limit_that_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    slow = FakeClock(monkeypatch).worker(lambda spec: 30)
 
-    class Slow(FakeWorker):
-        def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 30
-            return super().__call__(spec)
-
-    fake_search(fake_config(trials=6), tmp_path, worker=Slow)
-    limited = fake_search(fake_config(trials=20, max_minutes=5.0), tmp_path, worker=Slow)
+    fake_search(fake_config(trials=6), tmp_path, worker=slow)
+    limited = fake_search(fake_config(trials=20, max_minutes=5.0), tmp_path, worker=slow)
     assert len(limited.rungs[0].search) == 10
     # Each proxy gets its share of what is added, though the later one has used time already.
     options = {"trials": 40, "proxy_tokens": [0, 100]}
     for minutes, count in ((4.0, 4), (8.0, 8)):
         outcome = fake_search(
-            fake_config(**options, max_minutes=minutes), tmp_path / "b", worker=Slow
+            fake_config(**options, max_minutes=minutes), tmp_path / "b", worker=slow
         )
         assert len(outcome.rungs[0].search) == count
 
@@ -147,31 +133,28 @@ def test_minutes_count_from_the_first_call_whatever_limit_that_had(
 def test_all_calls_together_keep_within_a_limit_that_later_proxies_have_used_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    clock = FakeClock(monkeypatch)
 
-    class Slow(FakeWorker):
+    class Priced(clock.worker(lambda spec: 60 if spec.proxy_tokens else 6)):
         def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 60 if spec.proxy_tokens else 6
             # The second proxy goes on from where the rate of the first had not fallen yet.
             price = {0: 0, 50: 50, 100: 100, 200: 160}[spec.proxy_tokens]
             return replace(super().__call__(spec), tokens=price)
 
     # Few candidates leave the first proxy's share to the second one.
     few: dict[str, Any] = {"trials": 5, "proxy_tokens": [0, 100]}
-    used = now
+    used = clock.now
     for limit in (
         {"max_minutes": 4.0},
         {"max_tokens": 420, "proxy_tokens": [50, 200], "trials": 2},
     ):
         priced = "max_tokens" in limit
         folder = tmp_path / next(iter(limit))
-        fake_search(fake_config(**few | limit), folder, worker=Slow)
-        fake_search(fake_config(**few | limit | {"trials": 40}), folder, worker=Slow)
+        fake_search(fake_config(**few | limit), folder, worker=Priced)
+        fake_search(fake_config(**few | limit | {"trials": 40}), folder, worker=Priced)
         if not priced:
             # What runs when the limit is reached may end.
-            assert 4 * 60 <= now - used < 5 * 60
+            assert 4 * 60 <= clock.now - used < 5 * 60
         spent = sum(
             trial.user_attrs["spent"]["tokens"]
             for name in ("fake@50", "fake@200")

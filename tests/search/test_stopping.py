@@ -29,6 +29,7 @@ from archsearch.search.stopping import (
 from tests.search.fakes import (
     SCORES,
     SHAPE,
+    FakeClock,
     FakeWorker,
     fake_config,
     fake_search,
@@ -155,24 +156,22 @@ class CountingWorker(FakeWorker):
 def test_minutes_are_shared_by_the_proxies_and_counted_over_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 1000.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    clock = FakeClock(monkeypatch, now=1000.0)
 
-    class Slow(FakeWorker):
+    class Breaking(clock.worker(lambda _: 6)):
         def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 6
             if spec.candidate == 3 and broken:
+                clock.now += 6
                 raise KeyboardInterrupt
             return super().__call__(spec)
 
     broken = True
     config = fake_config(trials=50, max_minutes=3.0, **TOKENS)
     with pytest.raises(KeyboardInterrupt):
-        fake_search(config, tmp_path, worker=Slow)
+        fake_search(config, tmp_path, worker=Breaking)
     broken = False
-    now += 7200  # Nothing ran meanwhile.
-    outcome = fake_search(config, tmp_path, worker=Slow)
+    clock.now += 7200  # Nothing ran meanwhile.
+    outcome = fake_search(config, tmp_path, worker=Breaking)
     # One minute a proxy at 6 s a candidate; the interrupted try cost 6 s.
     assert len(outcome.rungs[0].search) == 9
     assert [rung.stop for rung in outcome.rungs[1:]] == [None, None]
@@ -180,9 +179,11 @@ def test_minutes_are_shared_by_the_proxies_and_counted_over_calls(
     assert str(first.stop) == "search.max_minutes 3: 9 of 50 candidates"
     assert outcome.failed == 0
     count = len(read_log(tmp_path / "calls.jsonl"))
-    assert fake_search(config, tmp_path, worker=Slow).lines == outcome.lines
+    assert fake_search(config, tmp_path, worker=Breaking).lines == outcome.lines
     assert len(read_log(tmp_path / "calls.jsonl")) == count
-    longer = fake_search(fake_config(trials=50, max_minutes=30.0, **TOKENS), tmp_path, worker=Slow)
+    longer = fake_search(
+        fake_config(trials=50, max_minutes=30.0, **TOKENS), tmp_path, worker=Breaking
+    )
     assert len(longer.rungs[0].search) > 9
     counts = Counter(
         (c["candidate"], c["proxy_tokens"]) for c in read_log(tmp_path / "calls.jsonl")
@@ -193,17 +194,10 @@ def test_minutes_are_shared_by_the_proxies_and_counted_over_calls(
 def test_a_control_that_ends_for_itself_is_named_beside_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-
-    class Slow(FakeWorker):
-        def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 60 if spec.method == CONTROL else 1
-            return super().__call__(spec)
+    slow = FakeClock(monkeypatch).worker(lambda spec: 60 if spec.method == CONTROL else 1)
 
     config = fake_config(trials=20, max_minutes=3.0, random_control=True)
-    outcome = fake_search(config, tmp_path, worker=Slow)
+    outcome = fake_search(config, tmp_path, worker=slow)
     rung = outcome.rungs[0]
     assert (len(rung.search), rung.stop) == (20, None)
     assert len(rung.control) == 3
@@ -223,24 +217,17 @@ def test_a_control_that_ends_for_itself_is_named_beside_the_search(
 def test_what_time_cuts_off_at_a_later_proxy_is_named_and_may_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-
-    class Slow(FakeWorker):
-        def __call__(self, spec: Any) -> Any:
-            nonlocal now
-            now += 30 if spec.proxy_tokens else 1
-            return super().__call__(spec)
+    slow = FakeClock(monkeypatch).worker(lambda spec: 30 if spec.proxy_tokens else 1)
 
     config = fake_config(trials=20, max_minutes=3.0, **TOKENS)
-    outcome = fake_search(config, tmp_path, worker=Slow)
+    outcome = fake_search(config, tmp_path, worker=slow)
     second = outcome.rungs[1]
     cut = [row.candidate for row in second.pruned[0] if row.reason == "search.max_minutes 3"]
     assert cut
     assert second.stop is not None
     assert {c.candidate for c in second.search}.isdisjoint(cut)
     assert len(second.search) + len(second.pruned[0]) == 20
-    longer = fake_search(fake_config(trials=20, max_minutes=30.0, **TOKENS), tmp_path, worker=Slow)
+    longer = fake_search(fake_config(trials=20, max_minutes=30.0, **TOKENS), tmp_path, worker=slow)
     assert {c.candidate for c in longer.rungs[1].search} >= {*cut}
     assert not {row.candidate for row in longer.rungs[1].pruned[0]} & {*cut}
     assert longer.rungs[1].stop is None
